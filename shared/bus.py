@@ -214,7 +214,7 @@ class Bus:
     async def drop_consumers(self, pool: str, worker: str) -> None:
         """Delete the worker's own consumers (it is leaving)."""
         for priority in PRIORITIES:
-            with contextlib.suppress_FAILURES:
+            with contextlib.suppress(*_FAILURES):
                 await self._js.delete_consumer(subjects.WORK_STREAM, subjects.own_consumer(pool, priority, worker))
 
     async def _add_consumer(self, name: str, subject: str, inactive_seconds: float | None) -> None:
