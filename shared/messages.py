@@ -38,7 +38,7 @@ class Sampling(Struct, frozen=True, omit_defaults=True):
     `seed` is always set: the gateway draws one for a request that has none, so that a resumed request continues its random stream.
     """
 
-    seed: Annotated[int, Meta(ge=0, lt=1 << 63)]
+    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
     temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Meta(ge=0)] = 0  # 0: no limit

@@ -1,0 +1,1 @@
+"""The worker: pulls requests into one continuous batch and streams token ids back. It never sees text."""

@@ -1,0 +1,98 @@
+"""From settings to a loaded model and a sized KV pool, ready to be driven by an engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from services.worker.backends.cpu import CpuBackend, has_fast_bfloat16
+from services.worker.engine.block_pool import BlockPool
+from services.worker.engine.runner import Runner
+from services.worker.engine.scheduler import Scheduler
+from services.worker.models.decoder import Decoder
+from services.worker.models.description import Description, describe
+from services.worker.models.loader import open_weights
+from shared import model_files
+from shared.settings import Settings
+
+log = logging.getLogger(__name__)
+
+BLOCK_TOKENS = 16
+_KV_SHARE = 0.25  # of the memory that is free at start, unless told otherwise
+_KV_MOST_BYTES = 4 << 30
+
+
+class ConfigurationError(ValueError):
+    """A setting that this worker cannot run with, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """A loaded model, ready to be driven."""
+
+    folder: model_files.ModelFolder
+    description: Description
+    scheduler: Scheduler
+    runner: Runner
+
+
+def build(settings: Settings) -> EngineParts:
+    """Load the model and size the KV pool.
+
+    Raises:
+        ModelError, UnsupportedModel: there is no such model, or the decoder cannot run it.
+        ConfigurationError: device, dtype or memory settings that do not work here.
+    """
+    began = time.monotonic()
+    folder = model_files.locate(settings.model, settings.state_dir, settings.served_name)
+    description = describe(folder.path)
+    if settings.device == "cuda":
+        raise ConfigurationError("device cuda: this build has no GPU backend; use --device cpu")
+    torch.set_num_threads(settings.threads or os.cpu_count() or 1)
+    dtype = _dtype(settings.dtype)
+    backend = CpuBackend(dtype)
+    decoder = Decoder(description, open_weights(folder.path, description, dtype, backend.device), backend)
+    blocks = settings.kv_blocks or _pool_bytes(settings.kv_memory) // (description.kv_bytes_per_token * dtype.itemsize * BLOCK_TOKENS)
+    if blocks < 1:
+        raise ConfigurationError(f"kv_memory {settings.kv_memory!r} holds no block of {BLOCK_TOKENS} tokens")
+    pool = BlockPool(blocks, BLOCK_TOKENS)
+    scheduler = Scheduler(pool, slots=settings.slots, step_tokens=settings.step_tokens, context_tokens=description.context_tokens)
+    runner = Runner(decoder, blocks, BLOCK_TOKENS)
+    log.info(
+        "%s loaded in %.1f s: %s, %d threads, KV pool of %d tokens",
+        folder.name,
+        time.monotonic() - began,
+        str(dtype).removeprefix("torch."),
+        torch.get_num_threads(),
+        blocks * BLOCK_TOKENS,
+    )
+    return EngineParts(folder, description, scheduler, runner)
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if has_fast_bfloat16() else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def _pool_bytes(text: str) -> int:
+    """Return the bytes that `text`, such as 512MiB or 2GB, stands for; for an empty text a share of the free memory."""
+    if text:
+        number = text.rstrip("KMGTiBkb")
+        unit = text[len(number) :].upper().removesuffix("B")
+        scales = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
+        try:
+            return int(float(number) * scales[unit])
+        except (ValueError, KeyError):
+            raise ConfigurationError(f"kv_memory {text!r} is not an amount of memory such as 512MiB or 2GB") from None
+    try:
+        facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(facts["MemAvailable"].split()[0]) << 10
+    except (OSError, KeyError, ValueError):
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return min(int(free * _KV_SHARE), _KV_MOST_BYTES)
