@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -50,8 +49,18 @@ class Delivery:
 @dataclass(slots=True)
 class _Pull:
     wanted: int
+    reply: str
     received: list[Delivery] = field(default_factory=list)
     done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(slots=True)
+class _Inbox:
+    """A subscription that serves one pull at a time: a delivery names its queue subject, so only the subscription tells whose it is."""
+
+    subject: str
+    count: int = 0
+    pull: _Pull | None = None
 
 
 class Bus:
@@ -60,9 +69,7 @@ class Bus:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._js = client.jetstream(timeout=API_TIMEOUT_SECONDS)
-        self._pulls: dict[str, _Pull] = {}
-        self._pull_inbox = ""
-        self._pull_count = 0
+        self._free_inboxes: list[_Inbox] = []
         self._reconnected: list[Callable[[], Awaitable[None]]] = []
 
     @classmethod
@@ -75,7 +82,11 @@ class Bus:
         client = Client()
         bus = cls(client)
 
+        last_error: Exception | None = None
+
         async def on_error(error: Exception) -> None:
+            nonlocal last_error
+            last_error = error
             log.warning("nats: %s", error or type(error).__name__)
 
         async def on_disconnect() -> None:
@@ -87,9 +98,9 @@ class Bus:
             for callback in bus._reconnected:
                 await callback()
 
-        give_up_at = time.monotonic() + patience_seconds
-        while True:
-            try:
+        try:
+            # the library itself tries again for ever
+            async with asyncio.timeout(patience_seconds):
                 await client.connect(
                     url,
                     name=name,
@@ -103,11 +114,11 @@ class Bus:
                     max_outstanding_pings=2,
                     pending_size=-1,
                 )
-                break
-            except _FAILURES as error:
-                if time.monotonic() >= give_up_at:
-                    raise BusUnavailable(f"cannot reach NATS at {url}: {error or type(error).__name__}") from None
-                await asyncio.sleep(0.25)
+        except _FAILURES as error:
+            await client.close()
+            where = url.rsplit("@", 1)[-1]  # without a password
+            reason = last_error or error
+            raise BusUnavailable(f"cannot reach NATS at {where}: {str(reason) or type(reason).__name__}") from None
         return bus
 
     @property
@@ -260,38 +271,43 @@ class Bus:
 
         Returns an empty list when there is none, also while NATS is away. Nothing is ever prefetched beyond `count`.
         """
-        if not self._pull_inbox:
-            inbox = self._client.new_inbox()
-            self._pull_inbox = inbox
-            await self._client.subscribe(f"{inbox}.*", cb=self._on_pulled)
-        self._pull_count += 1
-        reply = f"{self._pull_inbox}.{self._pull_count}"
-        pull = self._pulls[reply] = _Pull(count)
+        inbox = self._free_inboxes.pop() if self._free_inboxes else await self._open_inbox()
+        inbox.count += 1
+        pull = inbox.pull = _Pull(count, f"{inbox.subject}.{inbox.count}")
         wanted: dict[str, object] = {"batch": count}
         if wait_seconds > 0:
             wanted["expires"] = int(wait_seconds * 1e9)
         else:
             wanted["no_wait"] = True
         try:
-            await self._client.publish(f"$JS.API.CONSUMER.MSG.NEXT.{subjects.WORK_STREAM}.{consumer}", json.dumps(wanted).encode(), reply)
-            await asyncio.wait_for(pull.done.wait(), wait_seconds + _PULL_GRACE_SECONDS)
+            subject = f"$JS.API.CONSUMER.MSG.NEXT.{subjects.WORK_STREAM}.{consumer}"
+            await self._client.publish(subject, json.dumps(wanted).encode(), pull.reply)
+            async with asyncio.timeout(wait_seconds + _PULL_GRACE_SECONDS):  # not wait_for: in Python 3.11 it may swallow a cancellation
+                await pull.done.wait()
         except _FAILURES:
             await asyncio.sleep(0 if self.connected else 0.1)
         finally:
-            del self._pulls[reply]
+            inbox.pull = None
+            self._free_inboxes.append(inbox)
         return pull.received
 
-    async def _on_pulled(self, message: Msg) -> None:
-        pull = self._pulls.get(message.subject)
-        if message.headers and "Status" in message.headers and not message.reply:  # 404, 408 or 409: this pull is over
-            if pull is not None:
-                pull.done.set()
-        elif pull is None:  # it came after we gave up on the pull: hand it on at once
-            await self.publish(message.reply, b"-NAK")
-        else:
-            pull.received.append(Delivery(message.data, message.reply))
-            if len(pull.received) == pull.wanted:
-                pull.done.set()
+    async def _open_inbox(self) -> _Inbox:
+        inbox = _Inbox(self._client.new_inbox())
+
+        async def on_pulled(message: Msg) -> None:
+            pull = inbox.pull
+            if message.headers and "Status" in message.headers and not message.reply:  # 404, 408 or 409: this pull is over
+                if pull is not None and message.subject == pull.reply:
+                    pull.done.set()
+            elif pull is None or len(pull.received) == pull.wanted:  # it came after we gave up on its pull: hand it on at once
+                await self.publish(message.reply, b"-NAK")
+            else:
+                pull.received.append(Delivery(message.data, message.reply))
+                if len(pull.received) == pull.wanted:
+                    pull.done.set()
+
+        await self._client.subscribe(f"{inbox.subject}.*", cb=on_pulled)
+        return inbox
 
     async def acknowledge(self, delivery: Delivery) -> None:
         """Remove a delivered request from the queue.

@@ -23,34 +23,34 @@ class Settings(BaseSettings):
     nats_url: str = "nats://127.0.0.1:4222"
     redis_url: str = "redis://127.0.0.1:6379/0"
     state_dir: Path = Field(default_factory=default_state_dir)
-    model: str = Field("smollm2-135m", description="a catalogue name, a folder in Hugging Face layout, a GGUF file, or hf:org/name")
-    served_name: str = Field("", description="the name in the API; by default the model's own")
+    model: str = Field(default="smollm2-135m", description="a catalogue name, a folder in Hugging Face layout, a GGUF file, or hf:org/name")
+    served_name: str = Field(default="", description="the name in the API; by default the model's own")
 
     # gateway
     host: str = "127.0.0.1"
-    port: int = Field(8000, ge=1, le=65535)
+    port: int = Field(default=8000, ge=1, le=65535)
     api_key: SecretStr = SecretStr("")
-    server_secret: SecretStr = Field(SecretStr(""), description="keys the prefix-cache salts; the same on all gateways")
-    queue_depth: int = Field(256, ge=1, description="messages per work subject before publishers are refused")
-    queue_seconds: float = Field(60, gt=0, description="longest wait for a worker before a request is refused")
-    patience_seconds: float = Field(1, gt=0, description="longest wait for the worker a request was placed on before any may take it")
-    route_seconds: float = Field(0.02, gt=0, description="how long to wait for a router's advice")
-    max_body_bytes: int = Field(4 << 20, ge=1024)
-    worker_silence_seconds: float = Field(2, gt=0, description="a worker that says nothing for so long is taken for dead")
-    max_resumes: int = Field(3, ge=0)
+    server_secret: SecretStr = Field(default=SecretStr(""), description="keys the prefix-cache salts; the same on all gateways")
+    queue_depth: int = Field(default=256, ge=1, description="messages per work subject before publishers are refused")
+    queue_seconds: float = Field(default=60, gt=0, description="longest wait for a worker before a request is refused")
+    patience_seconds: float = Field(default=1, gt=0, description="longest wait for the worker that a request was placed on")
+    route_seconds: float = Field(default=0.02, gt=0, description="how long to wait for a router's advice")
+    max_body_bytes: int = Field(default=4 << 20, ge=1024)
+    worker_silence_seconds: float = Field(default=2, gt=0, description="a worker that says nothing for so long is taken for dead")
+    max_resumes: int = Field(default=3, ge=0)
 
     # worker
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    threads: int = Field(0, ge=0, description="CPU threads of one worker; 0: all cores, shared among local workers")
-    slots: int = Field(64, ge=1, le=4096, description="largest batch, in sequences")
-    step_tokens: int = Field(512, ge=16, description="token budget of one step")
-    kv_memory: str = Field("", description="memory of the KV pool, such as 2GiB; by default a share of what is free")
-    kv_blocks: int = Field(0, ge=0, description="blocks of the KV pool; overrides kv_memory")
-    gateway_lease_seconds: float = Field(10, gt=0, description="work of a gateway silent for so long is dropped")
-    drain_seconds: float = Field(20, ge=0, description="how long SIGTERM lets running work finish")
+    threads: int = Field(default=0, ge=0, description="CPU threads of one worker; 0: all cores, shared among local workers")
+    slots: int = Field(default=64, ge=1, le=4096, description="largest batch, in sequences")
+    step_tokens: int = Field(default=512, ge=16, description="token budget of one step")
+    kv_memory: str = Field(default="", description="memory of the KV pool, such as 2GiB; by default a share of what is free")
+    kv_blocks: int = Field(default=0, ge=0, description="blocks of the KV pool; overrides kv_memory")
+    gateway_lease_seconds: float = Field(default=10, gt=0, description="work of a gateway silent for so long is dropped")
+    drain_seconds: float = Field(default=20, ge=0, description="how long SIGTERM lets running work finish")
 
     # all
-    metrics_port: int = Field(0, ge=0, le=65535, description="/metrics and /health of router and worker; 0: any free port")
+    metrics_port: int = Field(default=0, ge=0, le=65535, description="/metrics and /health of router and worker; 0: any free port")
     log_format: Literal["json", "text"] = "json"
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"

@@ -42,6 +42,7 @@ class GatewayMetrics:
         self.open = Gauge("headrace_open_requests", "Requests between admission and their end", ("model",), registry=registry)
         self.resumes = Counter("headrace_resumes", "Requests moved to another worker", ("reason",), registry=registry)
         self.frames_ignored = Counter("headrace_frames_ignored", "Deltas dropped by the relay", ("reason",), registry=registry)
+        self.usage_lost = Counter("headrace_usage_lost", "Finished requests missing in the usage totals", registry=registry)
         for model in models:  # present at zero
             for border in [*_PROMPT_BUCKETS, _PROMPT_BUCKETS[-1] + 1]:
                 self.ttft.labels(model, prompt_bucket(border))
@@ -101,6 +102,7 @@ class RouterMetrics:
         self.workers = Gauge("headrace_router_workers", "Workers with a fresh heartbeat", registry=registry)
         self.indexed_blocks = Gauge("headrace_router_indexed_blocks", "Block hashes in the prefix index", registry=registry)
         self.gaps = Counter("headrace_router_event_gaps", "Sequence gaps in block events", registry=registry)
+        self.malformed = Counter("headrace_router_malformed", "Messages dropped because they could not be decoded", registry=registry)
         self.seconds = Histogram("headrace_router_decision_seconds", "Time to decide", buckets=(1e-5, 1e-4, 1e-3, 1e-2), registry=registry)
         for outcome in ("placed", "shared"):
             self.decisions.labels(outcome)
@@ -119,6 +121,7 @@ class _JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        entry.update(getattr(record, "fields", {}))  # log.info("ready", extra={"fields": {"metrics_port": 9100}})
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         return json.dumps(entry)
