@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.worker.models.description import UnsupportedModel, describe, from_config
+from services.worker.models.description import UnsupportedModel, describe, from_config, rope_table
 from tests.support.engine import Bench, load_decoder
 from tests.support.model import tiny_llama_folder
 from tests.support.oracle import greedy_choices, load_oracle
@@ -65,3 +65,15 @@ def test_broken_folders_give_one_clear_line(tmp_path: Path) -> None:
     next(folder.glob("*.safetensors")).write_bytes(b"\x10\0\0\0\0\0\0\0{}")
     with pytest.raises(UnsupportedModel, match="unreadable weights"):
         load_decoder(folder, torch.float32)
+
+
+def test_a_stretch_stored_as_divisors_equals_the_one_described() -> None:
+    config = {"model_type": "llama", "vocab_size": 8, "hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config |= {"intermediate_size": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 512, "rope_theta": 500_000.0}
+    described = from_config({**config, "rope_scaling": LLAMA3})
+    stored = from_config({**config, "rope_freqs_in_weights": True})
+    plain_sines, stretched_sines = rope_table(from_config(config), 2)[1][1, :32], rope_table(described, 2)[1][1, :32]
+    divisors = plain_sines.double().asin() / stretched_sines.double().asin()  # at position 1 an angle is its frequency
+    divisors[0] = 1.0  # arcsin of an angle of 1 is exact enough, but not for long contexts
+    for ours, theirs in zip(rope_table(stored, 512, divisors), rope_table(described, 512), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=0)

@@ -69,6 +69,15 @@ class ScriptedWorker:
         for work in (self._beat_always(), *(self._pull(own, p) for own in (True, False) for p in PRIORITIES)):
             self._tasks.append(asyncio.get_running_loop().create_task(work))
 
+    async def rejoin(self) -> None:
+        """Bring back what a restarted server has forgotten."""
+        for _ in range(20):
+            with contextlib.suppress(BusUnavailable):
+                await self.bus.ensure_work_stream(256)
+                await self.bus.ensure_consumers(self.pool, self.id)
+                return
+            await asyncio.sleep(0.2)
+
     async def stop(self) -> None:
         """End without a goodbye."""
         for task in [*self._tasks, *self.running.values()]:

@@ -33,7 +33,8 @@ class Decoder:
         self._layers = [self._layer(f"layers.{i}.", weights) for i in range(description.layers)]
         self._norm = weights("norm")
         self._head = backend.linear(self._embedding if description.tied_embeddings else weights("head"), None)
-        cosines, sines = rope_table(description, description.context_tokens)
+        divisors = weights("rope_divisors") if description.rope.kind == "stored" else None
+        cosines, sines = rope_table(description, description.context_tokens, divisors)
         self._rope = RopeTable(cosines.to(backend.device, backend.dtype), sines.to(backend.device, backend.dtype))
 
     def _layer(self, prefix: str, weights: Weights) -> Layer:

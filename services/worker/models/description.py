@@ -18,7 +18,10 @@ class UnsupportedModel(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary position embedding (arXiv 2104.09864) and how it was stretched: none, `linear`, `llama3` or `yarn` (arXiv 2309.00071)."""
+    """Rotary position embedding (arXiv 2104.09864) and how it was stretched.
+
+    Kinds: `default`, `linear`, `llama3`, `yarn` (arXiv 2309.00071), `stored` (the weights hold a divisor for each frequency).
+    """
 
     theta: float
     kind: str
@@ -84,6 +87,8 @@ def from_config(config: Mapping[str, Any]) -> Description:
     theta = float(rope.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0)
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise UnsupportedModel(f"RoPE scaling {kind!r} is not supported; supported: linear, llama3, yarn")
+    if config.get("rope_freqs_in_weights"):  # GGUF of Llama 3 stores the stretch itself, as a divisor for each frequency
+        kind = "stored"
     rope.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
     bias = bool(config.get("attention_bias", False))
     return Description(
@@ -105,10 +110,15 @@ def from_config(config: Mapping[str, Any]) -> Description:
     )
 
 
-def rope_table(description: Description, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines, float32 [positions, head_dim], the halves of a head sharing their angles (the layout of Hugging Face)."""
+def rope_table(description: Description, positions: int, divisors: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines, float32 [positions, head_dim], the halves of a head sharing their angles (the layout of Hugging Face).
+
+    `divisors` [head_dim / 2] belong to a rope of kind `stored`.
+    """
     rope, dim = description.rope, description.head_dim
     frequencies = rope.theta ** -(torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
+    if divisors is not None:
+        frequencies = frequencies / divisors.float().cpu()
     frequencies, scale = _stretch(frequencies, rope, dim)
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies
     angles = torch.cat([angles, angles], dim=-1)
@@ -117,7 +127,7 @@ def rope_table(description: Description, positions: int) -> tuple[torch.Tensor, 
 
 def _stretch(frequencies: torch.Tensor, rope: Rope, dim: int) -> tuple[torch.Tensor, float]:
     """Return the scaled frequencies [head_dim / 2] and the factor on cosines and sines."""
-    if rope.kind == "default":
+    if rope.kind in ("default", "stored"):
         return frequencies, 1.0
     given = rope.parameters
     factor, original = float(given["factor"]), float(given["original_max_position_embeddings"])

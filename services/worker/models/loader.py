@@ -16,6 +16,7 @@ _TOP = {
     "embedding": ("model.embed_tokens.weight", "token_embd.weight"),
     "norm": ("model.norm.weight", "output_norm.weight"),
     "head": ("lm_head.weight", "output.weight"),
+    "rope_divisors": ("", "rope_freqs.weight"),  # in GGUF only
 }
 _LAYER = {
     "attention_norm": ("input_layernorm", "attn_norm"),
@@ -68,6 +69,8 @@ def open_weights(folder: Path, description: Description, dtype: torch.dtype, dev
 def _shape(stem: str, kind: str, of: Description) -> tuple[int, ...]:
     q, kv = of.heads * of.head_dim, of.kv_heads * of.head_dim
     part = stem.rsplit(".", 1)[-1]
+    if part == "rope_divisors":
+        return (of.head_dim // 2,)
     rows, columns = {
         "embedding": (of.vocabulary, of.hidden),
         "head": (of.vocabulary, of.hidden),
