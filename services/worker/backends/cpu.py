@@ -29,7 +29,8 @@ class CpuBackend:
 
     def cache(self, blocks: int, block_size: int, kv_heads: int, head_dim: int) -> LayerCache:
         shape = (kv_heads, blocks, block_size, head_dim)
-        return LayerCache(torch.zeros(shape, dtype=self.dtype), torch.zeros(shape, dtype=self.dtype))
+        # no page is read before it was written, so none is touched before it is needed
+        return LayerCache(torch.empty(shape, dtype=self.dtype), torch.empty(shape, dtype=self.dtype))
 
     def attention(self, qkv: torch.Tensor, rope: RopeTable, cache: LayerCache, batch: Batch) -> torch.Tensor:
         kv_heads, _, block_size, dim = cache.keys.shape

@@ -6,10 +6,13 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
+from gguf.constants import GGMLQuantizationType
 
 from services.worker.models.decoder import Weights
 from services.worker.models.description import Description, UnsupportedModel
+from shared.gguf_header import GGUFError, read_header
 
 # canonical name -> (Hugging Face, GGUF); a bias is the same name with `.bias` for `.weight`
 _TOP = {
@@ -28,6 +31,13 @@ _LAYER = {
     "gate": ("mlp.gate_proj", "ffn_gate"),
     "up": ("mlp.up_proj", "ffn_up"),
     "down": ("mlp.down_proj", "ffn_down"),
+}
+
+
+_PLAIN = {
+    GGMLQuantizationType.F32: torch.float32,
+    GGMLQuantizationType.F16: torch.float16,
+    GGMLQuantizationType.BF16: torch.bfloat16,
 }
 
 
@@ -101,17 +111,22 @@ def _safetensors(folder: Path, shards: list[Path]) -> Callable[[str], torch.Tens
 
 
 def _gguf(path: Path, description: Description) -> Callable[[str], torch.Tensor]:
-    from gguf import GGUFReader
     from gguf.quants import dequantize
 
     try:
-        tensors = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
-    except (ValueError, OSError) as error:
+        tensors = read_header(path).tensors
+        data = np.memmap(path, mode="r", dtype=np.uint8).view(np.ndarray)
+    except (GGUFError, OSError) as error:
         raise UnsupportedModel(f"{path}: unreadable weights: {error}") from None
 
     def read(name: str) -> torch.Tensor:
         stored = tensors[name]
-        tensor = torch.from_numpy(dequantize(stored.data, stored.tensor_type).copy())
+        raw = data[stored.offset : stored.offset + stored.size_bytes]
+        if stored.kind in _PLAIN:
+            tensor = torch.frombuffer(bytearray(raw), dtype=_PLAIN[stored.kind]).view(stored.shape)
+        else:
+            rows = raw.reshape(*stored.shape[:-1], -1)  # quantised blocks lie along the last dimension
+            tensor = torch.from_numpy(dequantize(rows, stored.kind))
         if name.endswith(("attn_q.weight", "attn_k.weight", "attn_q.bias", "attn_k.bias")):
             heads = description.heads if "attn_q" in name else description.kv_heads
             # llama.cpp interleaves the two halves of a head for its kind of RoPE
