@@ -50,6 +50,7 @@ class ScriptedWorker:
         self.go = asyncio.Event()  # cleared: accepted requests wait before their next token
         self.go.set()
         self.expire_all = False
+        self.accept_expired = False  # says `accepted` before `expired`, as the real worker does
         self.fail_with: str | None = None  # error code of the next deltas
         self.before_accept = asyncio.Event()
         self.before_accept.set()
@@ -142,11 +143,13 @@ class ScriptedWorker:
         work = messages.decode_work(delivery.payload)
         self.works.append(work)
         await self.before_accept.wait()
-        if self.expire_all or time.time() > work.start_by:
+        accepted = Accepted(version=1, worker=self.id, request=work.request, attempt=work.attempt)
+        expired = self.expire_all or time.time() > work.start_by
+        if not expired or self.accept_expired:
+            await self.bus.publish(subjects.frames(work.gateway), messages.encode(accepted))
+        if expired:
             await self.send(work.gateway, Delta(work.request, work.attempt, len(work.tokens) - work.prompt_length, [], "expired"))
         else:
-            accepted = Accepted(version=1, worker=self.id, request=work.request, attempt=work.attempt)
-            await self.bus.publish(subjects.frames(work.gateway), messages.encode(accepted))
             self.running[work.request, work.attempt] = asyncio.get_running_loop().create_task(self._generate(work))
         await self.bus.acknowledge(delivery)
 
