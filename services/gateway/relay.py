@@ -2,8 +2,9 @@
 
 The history of every request is kept simple here: contiguous indices, one live attempt, exactly one end.
 
-A worker's finish "error" carries a code: "kv_capacity" (it can never hold the request) and "invalid" (it cannot make sense of it) end the
-request; "worker_failed" and any other mean that the worker gave up, and the request goes on elsewhere.
+A worker's finish "error" carries a code: "kv_capacity" (it can never hold the request), "invalid" (it cannot make sense of it) and
+"not_finite" (the model's logits are NaN or infinite, as they would be anywhere) end the request; "worker_failed" and any other mean that
+the worker gave up, and the request goes on elsewhere.
 """
 
 from __future__ import annotations
@@ -223,6 +224,9 @@ class Relay:
             case "error", "invalid":
                 log.error("%s refused %s as invalid", worker, request.id)
                 self._end(request, "failed", Failure("invalid"))
+            case "error", "not_finite":
+                log.error("%s: the logits of %s are not finite", worker, request.id)
+                self._end(request, "failed", Failure("internal"))
             case "cancelled", _:  # not by us, or it would not be open: the worker drains
                 self.lose(request)
             case _:

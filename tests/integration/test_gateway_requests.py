@@ -87,14 +87,16 @@ async def test_expired_at_the_worker_is_503(make_gateway: MakeGateway, make_work
     assert running.gateway.relay.open_requests == 0
 
 
-async def test_never_fits_is_a_bad_request_and_invalid_a_server_error(make_gateway: MakeGateway, make_worker: MakeWorker) -> None:
+async def test_what_fails_anywhere_is_not_tried_elsewhere(make_gateway: MakeGateway, make_worker: MakeWorker) -> None:
     running = await make_gateway()
     small = await make_worker()
     small.fail_with = "kv_capacity"
     refused = await running.client.post(COMPLETIONS, json=body())
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
-    small.fail_with = "invalid"
-    assert (await running.client.post(COMPLETIONS, json=body())).status_code == 500
+    for code in ("invalid", "not_finite"):
+        small.fail_with = code
+        assert (await running.client.post(COMPLETIONS, json=body())).status_code == 500
+    assert counter(running, "headrace_resumes_total", reason="worker_lost") == 0
 
 
 async def test_too_large_for_a_message_harms_nobody(

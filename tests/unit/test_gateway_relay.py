@@ -109,9 +109,9 @@ def test_any_frames_give_a_contiguous_history_with_one_end(script: list[tuple[in
 
 
 async def test_an_end_without_tokens_needs_no_index() -> None:
-    for finish, code in (("expired", "timeout"), ("error", "kv_capacity")):
+    for finish, error, code in (("expired", None, "timeout"), ("error", "kv_capacity", "kv_capacity"), ("error", "not_finite", "internal")):
         bench = Bench()
-        await bench.deltas("w-1", Delta("r-1", 0, 7, [], cast(Any, finish), Extras(error=code if finish == "error" else None)))
+        await bench.deltas("w-1", Delta("r-1", 0, 7, [], cast(Any, finish), Extras(error=error)))
         assert bench.request.ending == "failed"
         assert bench.request.failure is not None
         assert bench.request.failure.code == code
