@@ -18,7 +18,7 @@ class CpuBackend:
     def __init__(self, dtype: torch.dtype) -> None:
         self.device = torch.device("cpu")
         self.dtype = dtype
-        self._prepack = dtype == torch.bfloat16 and torch.backends.mkldnn.is_available() and has_fast_bfloat16()
+        self._prepack = dtype == torch.bfloat16 and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         if not self._prepack:
@@ -63,8 +63,8 @@ class CpuBackend:
 
 
 def has_fast_bfloat16() -> bool:
-    """Whether this CPU multiplies bf16 matrices natively (AMX or AVX-512 BF16); elsewhere float32 is faster."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    """Whether this CPU multiplies bf16 matrices natively; where oneDNN only emulates it, float32 is faster for a batch."""
+    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
 def _rotate(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
