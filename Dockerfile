@@ -25,9 +25,11 @@ COPY shared shared
 RUN pip install --no-deps .
 
 FROM python:3.11-slim
+# CPU workers compile their operators for the machine they run on
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 RUN useradd --uid 10001 --create-home headrace && install -d -o headrace -g headrace -m 0700 /data
 COPY --from=build /opt/headrace /opt/headrace
-ENV PATH=/opt/headrace/bin:$PATH PYTHONUNBUFFERED=1 HEADRACE_STATE_DIR=/data HEADRACE_HOST=0.0.0.0 HEADRACE_METRICS_PORT=9100
+ENV PATH=/opt/headrace/bin:$PATH PYTHONUNBUFFERED=1 HEADRACE_STATE_DIR=/data XDG_CACHE_HOME=/data/cache HEADRACE_HOST=0.0.0.0 HEADRACE_METRICS_PORT=9100
 USER headrace
 WORKDIR /home/headrace
 VOLUME /data

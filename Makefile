@@ -47,7 +47,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	  $$python -c '' 2>/dev/null || { echo "headrace: cannot run $$python; give another with PYTHON=" >&2; exit 1; }; \
 	  $$python -c '$(IN_RANGE)' || { echo "headrace: needs Python 3.11, 3.12 or 3.13, and $$python is $$($$python -V)" >&2; exit 1; }; \
 	  $$python -c 'import ensurepip, venv' 2>/dev/null || { echo "headrace: $$python cannot make virtual environments; install its venv module (Debian: python3-venv)" >&2; exit 1; }; \
-	  command -v cc >/dev/null || echo "headrace: no C compiler (cc): the portable code paths are used" >&2; \
+	  command -v c++ >/dev/null || echo "headrace: no C++ compiler (c++): CPU workers will run several times slower; install one (Debian: g++)" >&2; \
 	  echo "headrace: installing into $(VENV); the first time takes minutes" >&2; \
 	  $$python -m venv $(VENV)
 ifneq ($(TORCH_INDEX),)

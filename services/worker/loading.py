@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from services.worker.backends.cpu import CpuBackend, has_fast_bfloat16
+from services.worker.backends.cpu import CpuBackend, has_fast_bfloat16, load_operators
 from services.worker.engine.block_pool import BlockPool
 from services.worker.engine.runner import Runner
 from services.worker.engine.scheduler import Scheduler
@@ -54,8 +54,9 @@ def build(settings: Settings) -> EngineParts:
     if settings.device == "cuda":
         raise ConfigurationError("device cuda: this build has no GPU backend; use --device cpu")
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
-    dtype = _dtype(settings.dtype)
-    backend = CpuBackend(dtype)
+    compiled = load_operators()
+    dtype = _dtype(settings.dtype, compiled=compiled)
+    backend = CpuBackend(dtype, compiled=compiled)
     decoder = Decoder(description, open_weights(folder.path, description, dtype, backend.device), backend)
     blocks = settings.kv_blocks or _pool_bytes(settings.kv_memory) // (description.kv_bytes_per_token * dtype.itemsize * BLOCK_TOKENS)
     if blocks < 1:
@@ -74,9 +75,9 @@ def build(settings: Settings) -> EngineParts:
     return EngineParts(folder, description, scheduler, runner)
 
 
-def _dtype(name: str) -> torch.dtype:
+def _dtype(name: str, *, compiled: bool) -> torch.dtype:
     if name == "auto":
-        return torch.bfloat16 if has_fast_bfloat16() else torch.float32
+        return torch.bfloat16 if compiled or has_fast_bfloat16() else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from services.worker.backends.cpu import load_operators
 from services.worker.models.description import UnsupportedModel, describe, from_config, rope_table
 from tests.support.engine import Bench, load_decoder
 from tests.support.model import tiny_llama_folder
@@ -39,9 +40,10 @@ def test_equals_transformers(tmp_path: Path, overrides: dict[str, Any]) -> None:
     oracle = load_oracle(folder)
     chance = random.Random(0)
     prompts = [[chance.randrange(3, 320) for _ in range(length)] for length in (1, 5, 16, 33, 100, 200)]
-    outputs = Bench(load_decoder(folder, torch.float32), blocks=100, step_tokens=48).run(prompts, 24)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        assert greedy_choices(oracle, prompt, output) == output
+    for compiled in {False, load_operators()}:
+        outputs = Bench(load_decoder(folder, torch.float32, compiled=compiled), blocks=100, step_tokens=48).run(prompts, 24)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert greedy_choices(oracle, prompt, output) == output
 
 
 @pytest.mark.parametrize(

@@ -83,10 +83,10 @@ def test_same_under_forced_preemption(decoder: Decoder, oracle: Any, prompts: li
 
 
 def test_sampled_output_does_not_depend_on_scheduling(decoder: Decoder, prompts: list[list[int]]) -> None:
-    chosen = [prompt for prompt in prompts if len(prompt) <= 130]
+    chosen = [prompt for prompt in prompts if len(prompt) <= 66]
     samplings = [Sampling(seed=i, temperature=0.8, top_p=[1.0, 0.9][i % 2], top_k=[0, 40][i % 3 == 0]) for i in range(len(chosen))]
-    crowded = Bench(decoder, blocks=13, step_tokens=64).run(chosen, 16, samplings)
-    alone = [Bench(decoder, blocks=64).run([prompt], 16, [sampling])[0] for prompt, sampling in zip(chosen, samplings, strict=True)]
+    crowded = Bench(decoder, blocks=8, step_tokens=64).run(chosen, 10, samplings)
+    alone = [Bench(decoder, blocks=64).run([prompt], 10, [sampling])[0] for prompt, sampling in zip(chosen, samplings, strict=True)]
     assert crowded == alone
 
 

@@ -15,7 +15,7 @@ from tests.support.stack import Stack, running_stack
 from tests.support.streaming import Answer, stream
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 0}
+LONG = {"max_tokens": 200, "ignore_eos": True, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ async def test_a_short_request_overtakes_a_long_one(stack: Stack, session: aioht
     short = await stream(session, stack.url, CHAT, ask(stack, "Hello!", max_tokens=5, temperature=0))
     assert short.done
     assert not long.done()
-    assert (await long).usage["completion_tokens"] == 400
+    assert (await long).usage["completion_tokens"] == LONG["max_tokens"]
 
 
 async def test_64_streams_at_once(stack: Stack, session: aiohttp.ClientSession) -> None:
@@ -92,8 +92,8 @@ async def test_a_client_that_vanishes(stack: Stack, session: aiohttp.ClientSessi
     await until(lambda: running.metric("headrace_worker_running") == 1, 10)
     assert not other.done()
     answer = await other
-    assert answer.usage["completion_tokens"] == 400
-    assert running.metric("headrace_worker_decode_tokens_total") - decoded < 400 + 200  # the victim was not run to its end
+    assert answer.usage["completion_tokens"] == LONG["max_tokens"]
+    assert running.metric("headrace_worker_decode_tokens_total") - decoded < 1.5 * LONG["max_tokens"]  # the victim was not run to its end
     stack.wait_until_idle()
 
 

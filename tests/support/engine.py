@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from services.worker.backends.cpu import CpuBackend
+from services.worker.backends.cpu import CpuBackend, load_operators
 from services.worker.engine.block_pool import BlockPool
 from services.worker.engine.runner import Runner
 from services.worker.engine.scheduler import Scheduler
@@ -21,10 +21,10 @@ BLOCK_TOKENS = 16
 GREEDY = Sampling(seed=0, temperature=0)
 
 
-def load_decoder(folder: Path, dtype: torch.dtype) -> Decoder:
-    """Load a model folder on the CPU backend."""
+def load_decoder(folder: Path, dtype: torch.dtype, *, compiled: bool | None = None) -> Decoder:
+    """Load a model folder on the CPU backend, by default with its C++ operators if they can be had."""
     description = describe(folder)
-    backend = CpuBackend(dtype)
+    backend = CpuBackend(dtype, compiled=load_operators() if compiled is None else compiled)
     return Decoder(description, open_weights(folder, description, dtype, backend.device), backend)
 
 

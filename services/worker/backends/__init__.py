@@ -15,21 +15,21 @@ Linear = Callable[[torch.Tensor], torch.Tensor]  # [tokens, in] -> [tokens, out]
 class Batch:
     """The flat batch of one step: all new tokens of all sequences, concatenated, and where their keys and values live.
 
-    Tensors are on the backend's device unless said otherwise. Position i of sequence s lies in block `blocks[s][i // block_size]`.
+    Tensors are on the backend's device. Position i of sequence s lies in block `block_table[s, i // block_size]`.
     """
 
     tokens: torch.Tensor  # int64 [tokens]
     positions: torch.Tensor  # int64 [tokens]
     slots: torch.Tensor  # int64 [tokens]: block × block_size + offset, where a token's key and value are written
-    query_starts: list[int]  # [sequences + 1]: sequence s owns tokens query_starts[s] … query_starts[s + 1]
-    lengths: list[int]  # [sequences]: keys that its last token attends to, itself included
-    blocks: list[list[int]]  # [sequences]: block ids on the host, at least enough for its length
+    query_starts: torch.Tensor  # int32 [sequences + 1]: sequence s owns tokens query_starts[s] … query_starts[s + 1]
+    lengths: torch.Tensor  # int32 [sequences]: keys that its last token attends to, itself included
+    block_table: torch.Tensor  # int32 [sequences, most blocks of one]: block ids, at least enough for its length
     sample_rows: torch.Tensor  # int64 [samples]: tokens whose logits are wanted
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """Keys and values of one layer, each [kv_heads, blocks, block_size, head_dim]."""
+    """Keys and values of one layer, in a layout that is the backend's own."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -37,7 +37,7 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class RopeTable:
-    """Cosines and sines, each [positions, head_dim] in the backend's dtype."""
+    """Cosines and sines, each float32 [positions, head_dim]."""
 
     cosines: torch.Tensor
     sines: torch.Tensor
@@ -51,6 +51,12 @@ class Backend(Protocol):
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """Prepare a projection by `weight` [out, in]; the backend may keep it in a layout of its own."""
+
+    def gated_linear(self, gate: torch.Tensor, up: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """Prepare SiLU(x × gate) × (x × up), of weights [out, in]; `bias` [2 × out] holds the gate's, then the other's."""
+
+    def head(self, weight: torch.Tensor) -> Linear:
+        """Prepare the projection to logits, by `weight` [vocabulary, in]; its result is float32."""
 
     def cache(self, blocks: int, block_size: int, kv_heads: int, head_dim: int) -> LayerCache:
         """Allocate one layer's pages."""
@@ -66,6 +72,3 @@ class Backend(Protocol):
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (RMSNorm of x + residual, x + residual)."""
-
-    def gated_silu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """Return SiLU(first half) × second half along the last dimension."""

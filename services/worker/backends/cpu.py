@@ -1,98 +1,103 @@
-"""The CPU backend in plain torch: prepacked oneDNN projections in bf16, and attention that reads only the pages it needs."""
+"""The CPU backend: C++ operators where there is a compiler, the same in torch where there is none."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+import logging
+from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from services.worker.backends import Batch, LayerCache, Linear, RopeTable
+from services.worker.kernels import cpu as kernels
+from services.worker.kernels.cpu import reference
+
+log = logging.getLogger(__name__)
 
 _PACK_ROWS = 16  # oneDNN lays a weight out for an expected number of rows; measured to serve other numbers as well
 
 
-class CpuBackend:
-    """See `Backend`."""
+def load_operators() -> bool:
+    """Load the C++ operators, compiling them if need be; False, with a warning, when this machine cannot."""
+    try:
+        kernels.load()
+    except kernels.NotCompiled as error:
+        log.warning("slower operators in torch are used, since those in C++ could not be compiled: %s", error)
+        return False
+    return True
 
-    def __init__(self, dtype: torch.dtype) -> None:
+
+class CpuBackend:
+    """See `Backend`. `compiled` takes the C++ operators, which must have been loaded."""
+
+    def __init__(self, dtype: torch.dtype, *, compiled: bool) -> None:
         self.device = torch.device("cpu")
         self.dtype = dtype
-        self._prepack = dtype == torch.bfloat16 and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        self._ops: ModuleType | Any = torch.ops.headrace if compiled else reference
+        self._attention = self._ops.attention
+        self._onednn = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported() and (has_fast_bfloat16() or not compiled)
+        self._packed = compiled and not self._onednn
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        if not self._prepack:
-            return lambda x: F.linear(x, weight, bias)
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
-        apply = torch.ops.mkldnn._linear_pointwise.default
-        return lambda x: apply(x, packed, bias, "none", [], "")
+        if self._packed:
+            packed, features, op = kernels.pack(weight), weight.shape[0], self._ops.linear
+            return lambda x: op(x, packed, bias, features, False)
+        if self._onednn:
+            laid_out = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
+            apply = torch.ops.mkldnn._linear_pointwise.default
+            return lambda x: apply(x, laid_out, bias, "none", [], "")
+        return lambda x: F.linear(x, weight, bias)
+
+    def gated_linear(self, gate: torch.Tensor, up: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        if self._packed:
+            packed, features, op = kernels.pack_gated(gate, up), gate.shape[0], self._ops.gated_linear
+            return lambda x: op(x, packed, bias, features)
+        both = self.linear(torch.cat([gate, up]), bias)
+        return lambda x: reference.gated_silu(both(x))
+
+    def head(self, weight: torch.Tensor) -> Linear:
+        if self._packed:
+            packed, features, op = kernels.pack(weight), weight.shape[0], self._ops.linear
+            return lambda x: op(x, packed, None, features, True)
+        narrow = self.linear(weight, None)
+        return lambda x: narrow(x).float()
 
     def cache(self, blocks: int, block_size: int, kv_heads: int, head_dim: int) -> LayerCache:
-        shape = (kv_heads, blocks, block_size, head_dim)
+        if block_size != kernels.LANES:
+            raise ValueError(f"pages hold {kernels.LANES} tokens here, not {block_size}")
+        if head_dim % kernels.LANES:
+            self._attention = reference.attention
         # no page is read before it was written, so none is touched before it is needed
-        return LayerCache(torch.empty(shape, dtype=self.dtype), torch.empty(shape, dtype=self.dtype))
+        return LayerCache(
+            torch.empty(kv_heads, blocks, head_dim, block_size, dtype=self.dtype),
+            torch.empty(kv_heads, blocks, block_size, head_dim, dtype=self.dtype),
+        )
 
     def attention(self, qkv: torch.Tensor, rope: RopeTable, cache: LayerCache, batch: Batch) -> torch.Tensor:
-        kv_heads, _, block_size, dim = cache.keys.shape
-        tokens = qkv.shape[0]
-        heads = qkv.shape[1] // dim - 2 * kv_heads
-        q, k, v = qkv.view(tokens, -1, dim).split([heads, kv_heads, kv_heads], dim=1)
-        cosines, sines = rope.cosines[batch.positions][:, None], rope.sines[batch.positions][:, None]
-        q, k = _rotate(q, cosines, sines), _rotate(k, cosines, sines)
-        cache.keys.view(kv_heads, -1, dim).index_copy_(1, batch.slots, k.transpose(0, 1))
-        cache.values.view(kv_heads, -1, dim).index_copy_(1, batch.slots, v.transpose(0, 1))
-        out = torch.empty_like(q)
-        for s, length in enumerate(batch.lengths):
-            start, end = batch.query_starts[s], batch.query_starts[s + 1]
-            pages = batch.blocks[s][: -(-length // block_size)]
-            out[start:end] = _attend(q[start:end], _gather(cache.keys, pages, length), _gather(cache.values, pages, length))
-        return out.view(tokens, heads * dim)
+        out: torch.Tensor = self._attention(
+            qkv,
+            rope.cosines,
+            rope.sines,
+            batch.positions,
+            batch.slots,
+            batch.query_starts,
+            batch.lengths,
+            batch.block_table,
+            cache.keys,
+            cache.values,
+        )
+        return out
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
-        return weight * wide.to(x.dtype)
+        out: torch.Tensor = self._ops.norm(x, weight, epsilon)
+        return out
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
-        residual = x + residual
-        return self.norm(residual, weight, epsilon), residual
-
-    def gated_silu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        out: tuple[torch.Tensor, torch.Tensor] = self._ops.add_norm(x, residual, weight, epsilon)
+        return out
 
 
 def has_fast_bfloat16() -> bool:
-    """Whether this CPU multiplies bf16 matrices natively; where oneDNN only emulates it, float32 is faster for a batch."""
+    """Whether this CPU multiplies bf16 matrices natively; elsewhere oneDNN emulates it, slowly for a batch."""
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-
-
-def _rotate(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-    low, high = x.chunk(2, dim=-1)
-    return x * cosines + torch.cat([-high, low], dim=-1) * sines
-
-
-def _gather(pages: torch.Tensor, ids: list[int], length: int) -> torch.Tensor:
-    """Return [kv_heads, length, head_dim]: without a copy when the blocks happen to be consecutive."""
-    if ids[-1] - ids[0] == len(ids) - 1 and all(b == a + 1 for a, b in pairwise(ids)):
-        chosen = pages[:, ids[0] : ids[-1] + 1]
-    else:
-        chosen = pages.index_select(1, torch.tensor(ids))
-    return chosen.flatten(1, 2)[:, :length]
-
-
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Attend `q` [new, heads, dim], the last positions, over `k` and `v` [kv_heads, length, dim], causally. Returns [new, heads, dim]."""
-    new, heads, dim = q.shape
-    kv_heads, length = k.shape[0], k.shape[1]
-    group = heads // kv_heads
-    if new == 1:  # the heads of a group are rows of one query matrix, so keys are read once
-        out = F.scaled_dot_product_attention(q.view(kv_heads, group, dim)[None], k[None], v[None])
-        return out.view(1, heads, dim)
-    mask = None
-    if new < length:
-        mask = torch.ones(new, length, dtype=torch.bool).tril(length - new)
-    out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None], k[None], v[None], attn_mask=mask, is_causal=mask is None, enable_gqa=group > 1
-    )
-    return out[0].transpose(0, 1)

@@ -31,14 +31,14 @@ class Runner:
         tokens = np.empty(plan.tokens, dtype=np.int64)
         positions = np.empty(plan.tokens, dtype=np.int64)
         slots = np.empty(plan.tokens, dtype=np.int64)
+        table = np.zeros((len(plan.entries), max(len(entry.sequence.blocks) for entry in plan.entries)), dtype=np.int32)
         starts, rows = [0], []
-        for entry in plan.entries:
+        for i, entry in enumerate(plan.entries):
             sequence, begin, end = entry.sequence, starts[-1], starts[-1] + entry.count
             tokens[begin:end] = sequence.tokens[entry.start : entry.start + entry.count]
             positions[begin:end] = where = np.arange(entry.start, entry.start + entry.count)
-            first = entry.start // size
-            pages = np.array(sequence.blocks[first : (entry.start + entry.count - 1) // size + 1], dtype=np.int64)
-            slots[begin:end] = pages[where // size - first] * size + where % size
+            table[i, : len(sequence.blocks)] = sequence.blocks
+            slots[begin:end] = table[i, where // size].astype(np.int64) * size + where % size
             starts.append(end)
             if entry.samples:
                 rows.append(end - 1)
@@ -46,8 +46,8 @@ class Runner:
             tokens=torch.from_numpy(tokens).to(device),
             positions=torch.from_numpy(positions).to(device),
             slots=torch.from_numpy(slots).to(device),
-            query_starts=starts,
-            lengths=[entry.start + entry.count for entry in plan.entries],
-            blocks=[entry.sequence.blocks for entry in plan.entries],
+            query_starts=torch.tensor(starts, dtype=torch.int32, device=device),
+            lengths=torch.tensor([entry.start + entry.count for entry in plan.entries], dtype=torch.int32, device=device),
+            block_table=torch.from_numpy(table).to(device),
             sample_rows=torch.tensor(rows, dtype=torch.int64, device=device),
         )

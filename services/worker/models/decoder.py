@@ -19,7 +19,7 @@ class Layer:
     qkv: Linear
     output: Linear
     mlp_norm: torch.Tensor
-    gate_up: Linear
+    gated: Linear
     down: Linear
 
 
@@ -32,24 +32,26 @@ class Decoder:
         self._embedding = weights("embedding")
         self._layers = [self._layer(f"layers.{i}.", weights) for i in range(description.layers)]
         self._norm = weights("norm")
-        self._head = backend.linear(self._embedding if description.tied_embeddings else weights("head"), None)
+        self._head = backend.head(self._embedding if description.tied_embeddings else weights("head"))
         divisors = weights("rope_divisors") if description.rope.kind == "stored" else None
         cosines, sines = rope_table(description, description.context_tokens, divisors)
-        self._rope = RopeTable(cosines.to(backend.device, backend.dtype), sines.to(backend.device, backend.dtype))
+        self._rope = RopeTable(cosines.to(backend.device), sines.to(backend.device))
 
     def _layer(self, prefix: str, weights: Weights) -> Layer:
-        of, linear = self.description, self.backend.linear
+        of, backend = self.description, self.backend
+
+        def bias(names: list[str], biased: bool) -> torch.Tensor | None:
+            return torch.cat([weights(f"{prefix}{name}.bias") for name in names]) if biased else None
 
         def fused(names: list[str], biased: bool) -> Linear:
-            weight = torch.cat([weights(f"{prefix}{name}") for name in names])
-            return linear(weight, torch.cat([weights(f"{prefix}{name}.bias") for name in names]) if biased else None)
+            return backend.linear(torch.cat([weights(f"{prefix}{name}") for name in names]), bias(names, biased))
 
         return Layer(
             attention_norm=weights(f"{prefix}attention_norm"),
             qkv=fused(["q", "k", "v"], of.attention_bias),
             output=fused(["o"], of.output_bias),
             mlp_norm=weights(f"{prefix}mlp_norm"),
-            gate_up=fused(["gate", "up"], of.mlp_bias),
+            gated=backend.gated_linear(weights(f"{prefix}gate"), weights(f"{prefix}up"), bias(["gate", "up"], of.mlp_bias)),
             down=fused(["down"], of.mlp_bias),
         )
 
@@ -67,9 +69,9 @@ class Decoder:
         for i, layer in enumerate(self._layers):
             x = layer.output(ops.attention(layer.qkv(x), self._rope, cache[i], batch))
             x, residual = ops.add_norm(x, residual, layer.mlp_norm, epsilon)
-            x = layer.down(ops.gated_silu(layer.gate_up(x)))
+            x = layer.down(layer.gated(x))
             last = i + 1 == len(self._layers)
             if last:  # only the rows that are sampled go on
                 x, residual = x[batch.sample_rows], residual[batch.sample_rows]
             x, residual = ops.add_norm(x, residual, self._norm if last else self._layers[i + 1].attention_norm, epsilon)
-        return self._head(x).float()
+        return self._head(x)
