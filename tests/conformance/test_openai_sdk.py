@@ -29,7 +29,10 @@ def test_models(client: openai.OpenAI, stack: Stack) -> None:
 
 def test_chat(client: openai.OpenAI, stack: Stack) -> None:
     answer = client.chat.completions.create(
-        model=stack.model.name, messages=[{"role": "user", "content": "What is the capital of France?"}], temperature=0, max_tokens=30
+        model=stack.model.name,
+        messages=[{"role": "user", "content": "Answer in one sentence: what is the capital of France?"}],
+        temperature=0,
+        max_tokens=30,
     )
     assert "Paris" in (answer.choices[0].message.content or "")
     assert answer.choices[0].finish_reason == "stop"

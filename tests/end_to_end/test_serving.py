@@ -42,7 +42,9 @@ async def until(condition: Callable[[], object], seconds: float = 30) -> None:
 
 
 async def test_english_comes_out(stack: Stack, session: aiohttp.ClientSession) -> None:
-    answer = await stream(session, stack.url, CHAT, ask(stack, "What is the capital of France?", temperature=0, max_tokens=40))
+    answer = await stream(
+        session, stack.url, CHAT, ask(stack, "Answer in one sentence: what is the capital of France?", temperature=0, max_tokens=40)
+    )
     assert "Paris" in answer.text
     assert answer.done
     assert answer.finish_reason == "stop"
