@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -28,15 +29,19 @@ _LLAMA3 = frozenset({"llama-bpe", "llama3", "llama-v3"})
 _QWEN2 = frozenset({"qwen2"})
 
 
-def derive(header: GGUFHeader, name: str) -> dict[str, str]:
-    """Return the text of each file of a Hugging Face folder, by file name. Raises GGUFError for what is not supported or inconsistent."""
+def derive(header: GGUFHeader, name: str, sampling: Mapping[str, float] | None = None) -> dict[str, str]:
+    """Return the text of each file of a Hugging Face folder, by file name; `sampling` holds defaults that the metadata may override.
+
+    Raises:
+        GGUFError: for what is not supported or inconsistent.
+    """
     facts = _Facts(header.metadata)
     tokenizer = _tokenizer(facts)
     return {
         "config.json": _dump(_config(facts, header, name)),
         "tokenizer.json": tokenizer.to_str(),
         "tokenizer_config.json": _dump(_tokenizer_config(facts)),
-        "generation_config.json": _dump(_generation_config(facts)),
+        "generation_config.json": _dump({**(sampling or {}), **_generation_config(facts)}),
     }
 
 
@@ -289,7 +294,10 @@ def _tokenizer_config(facts: _Facts) -> Json:
 
 
 def _generation_config(facts: _Facts) -> Json:
-    """The tokens that end an answer: the end token first, then ends of turn and message named in metadata or known by their text."""
+    """How to generate: the tokens that end an answer, and the sampling that the model's makers recommend.
+
+    The end token comes first, then ends of turn and message named in metadata or known by their text.
+    """
     named = [facts.optional_id(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     tokens, kinds = facts.tokens(), facts.array("tokenizer.ggml.token_type")
     known = [index for index, kind in enumerate(kinds[: len(tokens)]) if kind == _CONTROL and tokens[index] in _TURN_ENDS]
@@ -299,6 +307,12 @@ def _generation_config(facts: _Facts) -> Json:
         token = facts.optional_id(f"tokenizer.ggml.{key}_token_id")
         if token is not None:
             config[name] = token
+    if (temperature := facts.number("general.sampling.temp", -1)) >= 0:
+        config["temperature"] = temperature
+    if (top_p := facts.number("general.sampling.top_p", -1)) >= 0:
+        config["top_p"] = top_p
+    if (top_k := facts.integer("general.sampling.top_k", -1)) >= 0:
+        config["top_k"] = top_k
     return config
 
 

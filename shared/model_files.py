@@ -7,7 +7,7 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from shared import gguf_files, subjects
 from shared.gguf_header import GGUFError, read_header
 
 RECORD = "headrace.json"  # {"name": …, "source": …, "kind": "pulled" | "derived", "format": FORMAT} in each folder that we made
-FORMAT = 1  # raise it when a change here or in gguf_files makes older derived files wrong
+FORMAT = 2  # raise it when a change here or in gguf_files makes older derived files wrong
 
 _LARGEST_SAFETENSORS_HEADER_BYTES = 100_000_000  # the format's own limit
 
@@ -103,10 +103,13 @@ def write_record(folder: Path, name: str, source: str, kind: str) -> None:
     (folder / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def derive_gguf(gguf: Path, into: Path, name: str) -> None:
-    """Write the small files of a Hugging Face folder for the file `gguf` into the folder `into`. Raises ModelError, OSError."""
+def derive_gguf(gguf: Path, into: Path, name: str, sampling: Mapping[str, float] | None = None) -> None:
+    """Write the small files of a Hugging Face folder for the file `gguf` into the folder `into`.
+
+    `sampling` is what the model's makers recommend (`temperature`, `top_p`, `top_k`) and the file does not say. Raises ModelError, OSError.
+    """
     try:
-        files = gguf_files.derive(read_header(gguf), name)
+        files = gguf_files.derive(read_header(gguf), name, sampling)
     except GGUFError as error:
         raise ModelError(f"{gguf}: {error}") from None
     for file_name, text in files.items():

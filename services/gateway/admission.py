@@ -50,7 +50,7 @@ class Admission:
         A refusal is immediate, and is the request's end (`request.failure`).
         """
         self._relay.add(request)
-        self._relay.spawn(self._submit(request))
+        self._relay.spawn(self._submit(request), request)
 
     async def _submit(self, request: OpenRequest) -> None:
         attempt, failure = request.attempt, None
@@ -138,7 +138,7 @@ class Admission:
             return
         request.sequence, request.placed_on = sequence, worker
         if not request.accepted.is_set():
-            self._relay.spawn(self._watch(request, attempt))
+            self._relay.spawn(self._watch(request, attempt), request)
 
     async def _watch(self, request: OpenRequest, attempt: int) -> None:
         """Wait for the acceptance of one attempt: first of the worker it was placed on, then of any, then no longer."""

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
+import os
+import signal
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
@@ -34,6 +37,13 @@ RECANCEL_SECONDS = 1.0
 _REMEMBERED_CANCELS = 10_000
 
 Resume = Callable[[OpenRequest], Awaitable[None]]
+
+
+def _end_process(task: asyncio.Task[None]) -> None:
+    """Half a gateway is worse than none: what supervises this process starts it again."""
+    if not task.cancelled():
+        log.critical("a loop of the relay broke", exc_info=task.exception())
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Relay:
@@ -68,6 +78,8 @@ class Relay:
         self._bus.on_reconnect(self._on_reconnect)
         loop = asyncio.get_running_loop()
         self._loops = [loop.create_task(self._beat()), loop.create_task(self._watch())]
+        for task in self._loops:
+            task.add_done_callback(_end_process)
 
     async def stop(self) -> None:
         """End what is open, say goodbye to the workers, and stop listening."""
@@ -83,16 +95,18 @@ class Relay:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` in a task that this relay owns: no client's disconnect cancels it."""
+    def spawn(self, work: Coroutine[Any, Any, None], request: OpenRequest | None = None) -> None:
+        """Run `work` in a task that this relay owns: no client's disconnect cancels it. If it breaks, so does `request`: nobody hangs."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._on_done)
+        task.add_done_callback(functools.partial(self._on_done, request))
 
-    def _on_done(self, task: asyncio.Task[None]) -> None:
+    def _on_done(self, request: OpenRequest | None, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("background task failed", exc_info=error)
+            if request is not None:
+                self.fail(request, Failure("internal"))
 
     @property
     def open_requests(self) -> int:
@@ -266,7 +280,7 @@ class Relay:
     def _requeue(self, request: OpenRequest) -> None:
         request.begin_attempt()
         if self._resume is not None:
-            self.spawn(self._run_resume(self._resume, request))
+            self.spawn(self._run_resume(self._resume, request), request)
 
     async def _run_resume(self, resume: Resume, request: OpenRequest) -> None:
         await resume(request)

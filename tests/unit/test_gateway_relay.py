@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from services.gateway.fleet import Fleet
 from services.gateway.relay import Relay
-from services.gateway.request import Job, OpenRequest
+from services.gateway.request import Failure, Job, OpenRequest
 from shared import messages
 from shared.bus import Bus
 from shared.messages import Accepted, Delta, Extras, Frame, Sampling, ToGateway, WorkerState
@@ -219,3 +219,18 @@ async def test_the_last_resume_ends_with_a_failure(tokens: list[int]) -> None:
     assert bench.request.ending == "failed"
     assert bench.request.failure is not None
     assert bench.request.failure.code == "worker_lost"
+
+
+async def test_a_broken_task_ends_its_request(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+
+    async def broken() -> None:
+        raise KeyError("a bug of ours")
+
+    bench.relay.spawn(broken(), bench.request)
+    with pytest.raises(KeyError):
+        await bench.settle()
+    await asyncio.sleep(0)
+    assert bench.request.failure == Failure("internal")
+    assert bench.relay.open_requests == 0
+    assert "a bug of ours" in caplog.text

@@ -185,9 +185,9 @@ def test_images_and_tool_calls_are_not_supported() -> None:
     assert caught.value.param == "messages[0].tool_calls"
 
 
-def test_defaults_are_openais() -> None:
+def test_defaults() -> None:
     options = chat_request(chat()).options
-    assert (options.temperature, options.top_p, options.top_k, options.seed, options.max_tokens) == (1.0, 1.0, 0, None, None)
+    assert (options.temperature, options.top_p, options.top_k, options.seed, options.max_tokens) == (None, None, None, None, None)
     assert (options.stops, options.stream, options.include_usage, options.ignore_eos, options.priority) == (
         (),
         False,

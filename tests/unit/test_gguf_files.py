@@ -192,6 +192,12 @@ def test_several_end_tokens(tmp_path: Path) -> None:
     assert derived(path)["generation_config.json"]["eos_token_id"] == [0, 5, 2]
 
 
+def test_recommended_sampling(tmp_path: Path) -> None:
+    path = tiny_gguf(tmp_path / "a.gguf", general__sampling__temp=0.6, general__sampling__top_p=0.95, general__sampling__top_k=20)
+    found = json.loads(gguf_files.derive(read_header(path), "tiny", {"temperature": 0.1})["generation_config.json"])
+    assert (found["temperature"], found["top_p"], found["top_k"]) == (0.6, 0.95, 20)  # the file knows better
+
+
 # ---- tokenizers that the real file does not have
 
 

@@ -74,11 +74,11 @@ class Fields:
             raise self.wrong_type(name, "a boolean", value)
         return value
 
-    def number(self, name: str, low: float, high: float, default: float, *, above_low: bool = False) -> float:
+    def number(self, name: str, low: float, high: float, *, above_low: bool = False) -> float | None:
         """Return a finite number from `low` to `high`."""
         value = self.raw(name)
         if value is None:
-            return default
+            return None
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.wrong_type(name, "a number", value)
         if not math.isfinite(value) or not low <= value <= high or (above_low and value == low):

@@ -24,9 +24,9 @@ class Options:
 
     model: str
     max_tokens: int | None  # of output
-    temperature: float  # 0: greedy
-    top_p: float
-    top_k: int  # 0: no limit
+    temperature: float | None  # 0: greedy; None, here and below: the model's default
+    top_p: float | None
+    top_k: int | None  # 0: no limit
     seed: int | None
     stops: tuple[str, ...]
     ignore_eos: bool
@@ -113,12 +113,13 @@ def _options(fields: Fields, max_tokens: int | None) -> Options:
     if fields.raw("stream_options") is not None and not stream:
         raise BadRequest("'stream_options' needs 'stream': true.", param="stream_options", code="invalid_value")
     continuous_usage = stream_options.flag("continuous_usage_stats")
+    top_k = fields.integer("top_k", -1, 1 << 31)
     return Options(
         model=fields.required_text("model"),
         max_tokens=max_tokens,
-        temperature=fields.number("temperature", 0, 2, 1.0),
-        top_p=fields.number("top_p", 0, 1, 1.0, above_low=True),
-        top_k=max(fields.integer("top_k", -1, 1 << 31) or 0, 0),
+        temperature=fields.number("temperature", 0, 2),
+        top_p=fields.number("top_p", 0, 1, above_low=True),
+        top_k=None if top_k is None else max(top_k, 0),
         seed=fields.integer("seed", -(1 << 63), (1 << 63) - 1),
         stops=_stops(fields),
         ignore_eos=fields.flag("ignore_eos"),
