@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +134,16 @@ def test_results_are_the_same_to_the_bit_whoever_is_in_the_batch(ops: Any, dtype
     one[0][:] = alone[0][2:]
     one[7:] = alone[7:]
     assert torch.equal(ops.attention(*one), expected[2:])
-    x, packed = some(dtype, 40, 300, seed=1), cpu.pack(some(dtype, 100, 300, seed=2))
-    assert torch.equal(ops.linear(x, packed, None, 100, False)[7:8], ops.linear(x[7:8].contiguous(), packed, None, 100, False))
+    x, weight, other = some(dtype, 600, 300, seed=1), some(dtype, 100, 300, seed=2), some(dtype, 100, 300, seed=3)
+    products: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda rows: ops.linear(rows, cpu.pack(weight), None, 100, False),
+        lambda rows: ops.linear(rows, cpu.pack(weight), None, 100, True),
+        lambda rows: ops.gated_linear(rows, cpu.pack_gated(weight, other), None, 100),
+    ]
+    for product in products:
+        expected = product(x)
+        for first, rows in [(7, 1), (0, 2), (3, 12), (588, 12), (101, 13), (50, 40), (0, 512)]:
+            assert torch.equal(product(x[first : first + rows].contiguous()), expected[first : first + rows])
 
 
 def test_odd_arguments_are_refused(ops: Any) -> None:

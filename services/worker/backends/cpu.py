@@ -15,8 +15,6 @@ from services.worker.kernels.cpu import reference
 
 log = logging.getLogger(__name__)
 
-_PACK_ROWS = 16  # oneDNN lays a weight out for an expected number of rows; measured to serve other numbers as well
-
 
 def load_operators() -> bool:
     """Load the C++ operators, compiling them if need be; False, with a warning, when this machine cannot."""
@@ -36,17 +34,12 @@ class CpuBackend:
         self.dtype = dtype
         self._ops: ModuleType | Any = torch.ops.headrace if compiled else reference
         self._attention = self._ops.attention
-        self._onednn = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported() and (has_fast_bfloat16() or not compiled)
-        self._packed = compiled and not self._onednn
+        self._packed = compiled  # not oneDNN, whose choice of kernel, and so whose rounding, depends on the number of rows
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         if self._packed:
             packed, features, op = kernels.pack(weight), weight.shape[0], self._ops.linear
             return lambda x: op(x, packed, bias, features, False)
-        if self._onednn:
-            laid_out = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
-            apply = torch.ops.mkldnn._linear_pointwise.default
-            return lambda x: apply(x, laid_out, bias, "none", [], "")
         return lambda x: F.linear(x, weight, bias)
 
     def gated_linear(self, gate: torch.Tensor, up: torch.Tensor, bias: torch.Tensor | None) -> Linear:
@@ -99,5 +92,5 @@ class CpuBackend:
 
 
 def has_fast_bfloat16() -> bool:
-    """Whether this CPU multiplies bf16 matrices natively; elsewhere oneDNN emulates it, slowly for a batch."""
+    """Whether this CPU multiplies bf16 matrices natively; elsewhere torch emulates it, slowly for a batch."""
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()

@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch.utils import cpp_extension
 
 log = logging.getLogger(__name__)
@@ -68,20 +69,33 @@ def load() -> None:
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """Return `weight` [out, in] as the operators take it: [⌈out / PANEL⌉, in, PANEL], padded with zeros."""
-    rows, columns = weight.shape
-    panels = -(-rows // PANEL)
-    padded = torch.nn.functional.pad(weight, (0, 0, 0, panels * PANEL - rows))
-    return padded.view(panels, PANEL, columns).transpose(1, 2).contiguous()
+    """Return `weight` [out, in] as the operators take it, padded with zeros.
+
+    float32: [⌈out / PANEL⌉, in, PANEL]; bfloat16: [⌈out / PANEL⌉, ⌈in / 2⌉, PANEL × 2], each two inputs of a feature side by side.
+    """
+    rows = weight.shape[0]
+    return _pack(F.pad(weight, (0, 0, 0, -rows % PANEL)).view(-1, PANEL, weight.shape[1]))
 
 
 def pack_gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return two weights [out, in] as [⌈out / LANES⌉, in, LANES of the gate and LANES of the other]."""
+    """Return two weights [out, in] packed as one, each panel LANES features of the gate and LANES of the other."""
     rows, columns = gate.shape
-    panels = -(-rows // LANES)
-    padding = (0, 0, 0, panels * LANES - rows)
-    both = torch.stack([torch.nn.functional.pad(one, padding).view(panels, LANES, columns) for one in (gate, up)], 1)
-    return both.view(panels, PANEL, columns).transpose(1, 2).contiguous()
+    both = [F.pad(one, (0, 0, 0, -rows % LANES)).view(-1, LANES, columns) for one in (gate, up)]
+    return _pack(torch.cat(both, 1))
+
+
+def _pack(panels: torch.Tensor) -> torch.Tensor:
+    together = 2 if panels.dtype == torch.bfloat16 else 1
+    padded = F.pad(panels, (0, -panels.shape[2] % together))
+    pairs: torch.Tensor = padded.unflatten(2, (-1, together))
+    return pairs.transpose(1, 2).flatten(2).contiguous()
+
+
+def unpack(packed: torch.Tensor, inputs: int) -> torch.Tensor:
+    """Undo `_pack`: return [panels, PANEL, inputs]."""
+    together = packed.shape[2] // PANEL
+    pairs: torch.Tensor = packed.unflatten(2, (PANEL, together))
+    return pairs.transpose(1, 2).flatten(2)[:, :, :inputs]
 
 
 def _fingerprint(compiler: str) -> str:

@@ -51,19 +51,24 @@ void by_type(const Tensor& t, const F& f) {
     TORCH_CHECK(false, "float32 or bfloat16 is needed, not ", t.scalar_type());
 }
 
-const float* widened(const Tensor& x) {
-  if (x.scalar_type() == at::kFloat) return data<float>(x);
-  thread_local std::vector<float> scratch;
-  long count = x.numel(), chunk = 1 << 15, whole = count / LANES * LANES;
-  if (long(scratch.size()) < count) scratch.resize(count);
-  const bf16* from = data<bf16>(x);
-  float* to = scratch.data();
-  share((count + chunk - 1) / chunk, [&](long i) {
-    long end = std::min((i + 1) * chunk, whole);
-    for (long j = i * chunk; j < end; j += LANES) store(to + j, load(from + j));
-  });
-  for (long j = whole; j < count; j++) to[j] = widen(from[j]);
-  return to;
+// The rows of x as `multiply` takes them.
+template <typename T>
+const Row<T>* rows_of(const Tensor& x) {
+  if constexpr (std::is_same_v<T, Row<T>>) {
+    return data<T>(x);
+  } else {
+    thread_local std::vector<float> scratch;
+    long count = x.numel(), chunk = 1 << 15, whole = count / LANES * LANES;
+    if (long(scratch.size()) < count) scratch.resize(count);
+    const T* from = data<T>(x);
+    float* to = scratch.data();
+    share((count + chunk - 1) / chunk, [&](long i) {
+      long end = std::min((i + 1) * chunk, whole);
+      for (long j = i * chunk; j < end; j += LANES) store(to + j, load(from + j));
+    });
+    for (long j = whole; j < count; j++) to[j] = widen(from[j]);
+    return to;
+  }
 }
 
 template <typename F>
@@ -78,21 +83,24 @@ void over_panels(long panels, long rows, const F& work) {
 void check_product(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t panels) {
   check(x, "x", packed.scalar_type());
   check(packed, "packed", packed.scalar_type());
-  TORCH_CHECK(packed.dim() == 3 && packed.size(0) == panels && packed.size(1) == x.size(1) && packed.size(2) == PANEL, "packed weight of another shape");
+  long together = x.scalar_type() == at::kBFloat16 ? 2 : 1;
+  TORCH_CHECK(packed.dim() == 3 && packed.size(0) == panels && packed.size(1) == (x.size(1) + together - 1) / together &&
+                  packed.size(2) == PANEL * together,
+              "packed weight of another shape");
   if (bias) check(*bias, "bias", x.scalar_type());
 }
 
 Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t features, bool wide) {
   check_product(x, packed, bias, (features + PANEL - 1) / PANEL);
   TORCH_CHECK(!(wide && bias), "a wide product has no bias");
-  long rows = x.size(0), in = x.size(1), panel = in * PANEL;
+  long rows = x.size(0), in = x.size(1), panel = packed.size(1) * packed.size(2);
   Tensor out = at::empty({rows, features}, wide ? x.options().dtype(at::kFloat) : x.options());
-  const float* wide_x = widened(x);
   by_type(x, [&](auto type) {
     using T = decltype(type);
     const T* weight = data<T>(packed);
+    const Row<T>* given = rows_of<T>(x);
     over_panels(packed.size(0), rows, [&](long p, long first, long count) {
-      const float* from = wide_x + first * in;
+      const Row<T>* from = given + first * in;
       if (wide)
         linear_panel<T, float>(from, count, weight + p * panel, nullptr, in, data<float>(out) + first * features, features, p * PANEL);
       else
@@ -104,13 +112,13 @@ Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>
 
 Tensor gated_linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t features) {
   check_product(x, packed, bias, (features + LANES - 1) / LANES);
-  long rows = x.size(0), in = x.size(1), panel = in * PANEL;
+  long rows = x.size(0), in = x.size(1), panel = packed.size(1) * packed.size(2);
   Tensor out = at::empty({rows, features}, x.options());
-  const float* wide_x = widened(x);
   by_type(x, [&](auto type) {
     using T = decltype(type);
+    const Row<T>* given = rows_of<T>(x);
     over_panels(packed.size(0), rows, [&](long p, long first, long count) {
-      gated_panel<T, T>(wide_x + first * in, count, data<T>(packed) + p * panel, bias ? data<T>(*bias) : nullptr, in, data<T>(out) + first * features, features,
+      gated_panel<T, T>(given + first * in, count, data<T>(packed) + p * panel, bias ? data<T>(*bias) : nullptr, in, data<T>(out) + first * features, features,
                         p * LANES);
     });
   });

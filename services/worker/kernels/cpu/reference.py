@@ -8,16 +8,18 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from services.worker.kernels import cpu as kernels
+
 
 def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, features: int, wide: bool) -> torch.Tensor:
     """Return `x` [rows, in] times a packed weight, [rows, features], in float32 if `wide`."""
-    weight = packed.transpose(1, 2).flatten(0, 1)[:features]
+    weight = kernels.unpack(packed, x.shape[1]).flatten(0, 1)[:features]
     return F.linear(x.float(), weight.float()) if wide else F.linear(x, weight, bias)
 
 
 def gated_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, features: int) -> torch.Tensor:
     """Return SiLU(x × gate) × (x × up), [rows, features]; `bias` holds the gate's, then the other's."""
-    gate, up = (one.flatten(0, 1)[:features] for one in packed.transpose(1, 2).unflatten(1, (2, -1)).unbind(1))
+    gate, up = (one.flatten(0, 1)[:features] for one in kernels.unpack(packed, x.shape[1]).unflatten(1, (2, -1)).unbind(1))
     return gated_silu(F.linear(x, torch.cat([gate, up]), bias))
 
 
