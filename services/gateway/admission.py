@@ -44,13 +44,14 @@ class Admission:
         """Return when a refused client should try again."""
         return min(max(self._queue_seconds, 1.0), 30.0)
 
-    def submit(self, request: OpenRequest) -> None:
+    def submit(self, request: OpenRequest, *, patient: bool = False) -> None:
         """Queue a new request, in a task that a disconnect does not cancel: it must be known whether the message is in the queue.
 
-        A refusal is immediate, and is the request's end (`request.failure`).
+        A refusal is immediate, and is the request's end (`request.failure`); a `patient` request, one of a response that has begun,
+        waits for room instead.
         """
         self._relay.add(request)
-        self._relay.spawn(self._submit(request), request)
+        self._relay.spawn(self.resume(request) if patient else self._submit(request), request)
 
     async def _submit(self, request: OpenRequest) -> None:
         attempt, failure = request.attempt, None
@@ -66,7 +67,7 @@ class Admission:
             self._relay.fail(request, failure)
 
     async def resume(self, request: OpenRequest) -> None:
-        """Queue the live attempt of an admitted request again: it is not shed, it waits for room until its deadline."""
+        """Queue the live attempt of a request that is not to be shed: it waits for room until its deadline."""
         attempt = request.attempt
         give_up_at = time.monotonic() + self._settings.queue_seconds
         while request.ending is None and request.attempt == attempt:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
@@ -47,6 +48,11 @@ class Choice:
         self._stops = bool(stops)
         self._end_tokens = frozenset(request.job.sampling.stop_token_ids)
         self._relay = relay
+
+    @property
+    def prefilled(self) -> bool:
+        """Whether its prompt no longer stands in anybody's way."""
+        return bool(self.request.tokens) or self.request.ending is not None
 
     @property
     def failure(self) -> Failure | None:
@@ -112,7 +118,11 @@ class Generation:
         usage_log: UsageLog,
         pool: str,
         tenant: str,
+        prefill_window: int,
     ) -> None:
+        """Prepare a response. At most `prefill_window` prompt tokens of it wait for their first output token at once: a response of
+        many long prompts takes its turn among the others instead of the whole queue.
+        """
         self._news = asyncio.Event()
         self.choices = [Choice(i, OpenRequest(job, self._news, arrived), detokenizer(), stops, relay) for i, job in enumerate(jobs)]
         self._admission = admission
@@ -121,12 +131,25 @@ class Generation:
         self._usage_log = usage_log
         self._pool = pool
         self._tenant = tenant
+        self._prefill_window = prefill_window
+        self._to_queue = deque(self.choices)
+        self._prefilling: list[Choice] = []
         self._closed = False
 
     def start(self) -> None:
-        """Queue every choice."""
-        for choice in self.choices:
-            self._admission.submit(choice.request)
+        """Queue the first choices; the others follow while `changes` is read."""
+        self._queue_more(patient=False)
+
+    def _queue_more(self, *, patient: bool) -> None:
+        self._prefilling = [choice for choice in self._prefilling if not choice.prefilled]
+        waiting = sum(len(choice.request.job.prompt) for choice in self._prefilling)
+        while self._to_queue:
+            choice = self._to_queue[0]
+            waiting += len(choice.request.job.prompt)
+            if self._prefilling and waiting > self._prefill_window:
+                return
+            self._prefilling.append(self._to_queue.popleft())
+            self._admission.submit(choice.request, patient=patient)
 
     async def admitted(self, refusal_seconds: float) -> Failure | None:
         """Wait for the first output; or until a worker has accepted a choice and not refused it for `refusal_seconds`.
@@ -138,7 +161,7 @@ class Generation:
             self._news.clear()
             requests = [choice.request for choice in self.choices]
             failure = next((request.failure for request in requests if request.failure is not None), None)
-            if failure is not None or any(request.tokens or request.ending for request in requests):
+            if failure is not None or any(choice.prefilled for choice in self.choices):
                 return failure
             if accepted_at is None and any(request.admitted for request in requests):
                 accepted_at = time.monotonic()
@@ -164,6 +187,7 @@ class Generation:
                 yielded_at = time.monotonic()
             if not pending:
                 return
+            self._queue_more(patient=True)
             try:
                 async with asyncio.timeout(yielded_at + silence_seconds - time.monotonic()):
                     await self._news.wait()
@@ -181,6 +205,7 @@ class Generation:
         if self._closed:
             return
         self._closed = True
+        self._to_queue.clear()
         for choice in self.choices:
             self._relay.close(choice.request)
             self._account(choice)

@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 _OFF_LOOP_CHARACTERS = 2000  # about a millisecond of tokenising
 _TOKENISING_THREADS = 2
+_PREFILL_WINDOW = 8192  # prompt tokens per worker that one response may have in front of its first outputs
 
 
 class Gateway:
@@ -153,6 +154,7 @@ class Gateway:
             usage_log=self.usage_log,
             pool=self.model.pool,
             tenant=DEFAULT_TENANT,
+            prefill_window=_PREFILL_WINDOW * max(1, len(self.fleet.alive())),
         )
 
     def _sampling(self, options: Options) -> Sampling:

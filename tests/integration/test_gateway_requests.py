@@ -67,6 +67,25 @@ async def test_a_full_queue_refuses_at_once_while_a_stream_goes_on(make_gateway:
     assert all(text_of(chunks) == text for chunks in admitted)
 
 
+async def test_many_long_prompts_of_one_request_take_turns_with_others(make_gateway: MakeGateway, make_worker: MakeWorker) -> None:
+    running = await make_gateway(queue_depth=4)  # fewer than there are prompts: what has begun waits for room
+    worker = await make_worker()
+    await heard(running)
+    await worker.bus.ensure_work_stream(4)
+    worker.go.clear()
+    prompts = [[i, *range(5000)] for i in range(12)]
+    many = asyncio.create_task(stream(running.client, COMPLETIONS, body(prompt=prompts, max_tokens=2)))
+    await until(lambda: len(worker.works) == 1)
+    short = asyncio.create_task(stream(running.client, COMPLETIONS, body(max_tokens=2)))
+    await until(lambda: len(worker.works) == 2)
+    await asyncio.sleep(0.2)
+    assert [len(work.tokens) for work in worker.works] == [5001, 3]
+    worker.go.set()
+    chunks = await many
+    assert [text_of(chunks, i) for i in range(12)] == [expected_text(running, prompt, 2) for prompt in prompts]
+    assert text_of(await short) == expected_text(running, [5, 6, 7], 2)
+
+
 async def test_no_worker_in_time_is_503_and_the_message_leaves_the_queue(make_gateway: MakeGateway) -> None:
     running = await make_gateway(queue_seconds=0.3)
     for streamed in (True, False):

@@ -124,7 +124,7 @@ async def stream(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> 
 # raw requests to a worker that runs its default script
 
 
-def body(prompt: list[int] | None = None, **more: Any) -> dict[str, Any]:
+def body(prompt: list[int] | list[list[int]] | None = None, **more: Any) -> dict[str, Any]:
     """A request for 40 tokens after a prompt of token ids."""
     return {"model": "m", "prompt": prompt or [5, 6, 7], "max_tokens": 40, "ignore_eos": True, **more}
 
