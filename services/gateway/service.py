@@ -103,6 +103,20 @@ class Gateway:
         """Return the longest prompt + output that can be served now."""
         return min(self.model.context_tokens, self.fleet.context_tokens() or self.model.context_tokens)
 
+    def check_length(self, characters: int, param: str) -> None:
+        """Refuse a text that is too long however it is split, before anybody goes to the trouble.
+
+        Raises:
+            ContextTooLong: `characters` cannot fit into the context.
+        """
+        context, tokens = self.context_tokens(), self.model.tokenizer.fewest_tokens(characters)
+        if tokens >= context:
+            raise ContextTooLong(
+                f"This model's maximum context length is {context} tokens. However, the {characters} characters in the {param} make "
+                f"at least {tokens} tokens. Please reduce the length of the {param}.",
+                param=param,
+            )
+
     def output_budget(self, prompt_tokens: int, wanted: int | None, default: int | None, param: str) -> int:
         """Return how many tokens may be generated: what was asked for, else `default`, else what the context leaves.
 

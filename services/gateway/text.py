@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -43,6 +44,7 @@ class Tokenizer:
         self._plain.encode_special_tokens = True  # special tokens in a text are split like any other text
         decoder = self._tokenizer.get_added_tokens_decoder()
         self.vocabulary_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self._longest = max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
         self._specials = {token.content: id for id, token in decoder.items() if token.special}
         longest_first = sorted(self._specials, key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
@@ -92,8 +94,11 @@ class Tokenizer:
 
     def encode_prompt(self, text: str) -> list[int]:
         """Return the ids of a raw prompt: special tokens in it count as such, and BOS is added if the model's tokenizer does so."""
-        ids: list[int] = self._tokenizer.encode(text).ids
-        return ids
+        return _encode(self._tokenizer, text, add_special_tokens=True)
+
+    def fewest_tokens(self, characters: int) -> int:
+        """Return how many tokens a text of so many `characters` makes at least: as if all of them were the vocabulary's longest."""
+        return math.ceil(characters / self._longest)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
         """Return the ids of a conversation through the model's template.
@@ -110,8 +115,7 @@ class Tokenizer:
         hidden = _map_strings(messages, lambda text: self._hide_specials(text, nonce, stand_ins))
         rendered = self._template.render(hidden, add_generation_prompt=add_generation_prompt)
         if not stand_ins:
-            ids: list[int] = self._tokenizer.encode(rendered, add_special_tokens=False).ids
-            return ids
+            return _encode(self._tokenizer, rendered, add_special_tokens=False)
         return self._encode_mixed(rendered, stand_ins)
 
     def detokenizer(self, *, at_start: bool) -> Detokenizer:
@@ -128,7 +132,13 @@ class Tokenizer:
             rendered = self._special_pattern.sub(lambda m: self._alias[m[0]], rendered)
         for literal, stand_in in stand_ins.items():
             rendered = rendered.replace(stand_in, literal)
-        return [self._alias_ids.get(id, id) for id in self._plain.encode(rendered, add_special_tokens=False).ids]
+        return [self._alias_ids.get(id, id) for id in _encode(self._plain, rendered, add_special_tokens=False)]
+
+
+def _encode(tokenizer: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Return the ids of one text. `encode` would be the same, but hold the interpreter's lock all the while."""
+    ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    return ids
 
 
 def _load(definition: str) -> tokenizers.Tokenizer:

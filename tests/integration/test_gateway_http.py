@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import os
 import signal
 import socket
@@ -67,11 +68,31 @@ async def test_every_error_has_the_envelope(running: RunningGateway) -> None:
 
     assert_envelope(await client.post(CHAT, content=chunks()), 413, "request_too_large")
     prompt = {"model": "m", "prompt": [49152]}
-    assert assert_envelope(await client.post("/v1/completions", json=prompt), 400, "invalid_value")["param"] == "prompt"
+    assert assert_envelope(await client.post("/v1/completions", json=prompt), 400, "invalid_value")["param"] == "prompt[0]"
     assert_envelope(await client.post("/v1/completions", json=prompt | {"prompt": [-1]}), 400, "invalid_value")
     assert_envelope(await client.post("/v1/completions", json=prompt | {"prompt": [5], "max_tokens": 8192}), 400, "context_length_exceeded")
+    several = await client.post("/v1/completions", json=prompt | {"prompt": [[1], [2, 49152]]})
+    assert assert_envelope(several, 400, "invalid_value")["param"] == "prompt[1][1]"
+    packed = await client.post(CHAT, content=gzip.compress(b"{}"), headers={"Content-Encoding": "gzip"})
+    assert_envelope(packed, 415, "unsupported_encoding")
+    plain = await client.post(CHAT, json=body | {"model": "other"}, headers={"Content-Encoding": "identity"})
+    assert_envelope(plain, 404, "model_not_found")
     metrics = (await client.get("/metrics")).text
-    assert 'headrace_refused_total{reason="invalid"} 6.0' in metrics
+    assert 'headrace_refused_total{reason="invalid"} 7.0' in metrics
+
+
+async def test_a_text_too_long_for_the_context_is_not_even_tokenised(running: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def tokenise(*_: object) -> None:
+        raise AssertionError("tokenised")
+
+    monkeypatch.setattr(running.gateway, "tokenise", tokenise)
+    running.gateway.settings.max_body_bytes = 10_000_000
+    tokenizer, text = running.gateway.model.tokenizer, "y" * 5_000_000
+    assert 8192 < tokenizer.fewest_tokens(len(text)) <= len(text)
+    chat = await running.client.post(CHAT, json={"model": "m", "messages": [{"role": "user", "content": text}]})
+    assert assert_envelope(chat, 400, "context_length_exceeded")["param"] == "messages"
+    completion = await running.client.post("/v1/completions", json={"model": "m", "prompt": ["a", text]})
+    assert assert_envelope(completion, 400, "context_length_exceeded")["param"] == "prompt"
 
 
 async def test_a_bug_answers_500_in_the_envelope(running: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:

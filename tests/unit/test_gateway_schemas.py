@@ -13,6 +13,7 @@ from services.gateway.openai import body as body_module
 from services.gateway.openai.body import ClientGone, read_json
 from services.gateway.openai.errors import MAX_ECHO_CHARACTERS, ApiError, BadRequest, BodyTooLarge, Overloaded, ReceiptTimeout, Unsupported
 from services.gateway.openai.schemas import chat_request, completion_request
+from shared.messages import MAX_REQUEST_TOKENS
 
 HELLO = [{"role": "user", "content": "Hello"}]
 MISSING = object()
@@ -111,6 +112,9 @@ COMPLETION = [
     ({"prompt": [1, "a"]}, "prompt[1]"),
     ({"prompt": [1, True]}, "prompt[1]"),
     ({"prompt": [1, 2.0]}, "prompt[1]"),
+    ({"prompt": [1.5, 2]}, "prompt[0]"),
+    ({"prompt": [True]}, "prompt[0]"),
+    ({"prompt": [1] * (MAX_REQUEST_TOKENS + 1)}, "prompt"),
     ({"prompt": [[1], [2, "a"]]}, "prompt[1][1]"),
     ({"prompt": ["a"] * 129}, "prompt"),
 ]
@@ -334,7 +338,16 @@ async def test_a_client_that_leaves_while_sending() -> None:
 
 
 def test_no_error_echoes_much() -> None:
-    for changes in ({"service_tier": LONG}, {"temperature": 10**300}, {"tools": [LONG]}, {"messages": [{"role": LONG, "content": "x"}]}):
+    nested: list[object] = []
+    for _ in range(500):
+        nested = [nested]
+    for changes in (
+        {"service_tier": LONG},
+        {"temperature": 10**300},
+        {"tools": [LONG]},
+        {"tools": nested},
+        {"messages": [{"role": LONG, "content": "x"}]},
+    ):
         with pytest.raises(ApiError) as caught:
             chat_request(chat(**changes))
         assert len(caught.value.message) < 2 * MAX_ECHO_CHARACTERS

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 from starlette.types import Receive, Scope
 
-from services.gateway.openai.errors import BadRequest, BodyTooLarge, ReceiptTimeout
+from services.gateway.openai.errors import BadRequest, BodyTooLarge, ReceiptTimeout, UnsupportedEncoding, shorten
 
 RECEIPT_SECONDS = 30.0
 _OFF_LOOP_BYTES = 64 << 10
@@ -24,10 +24,15 @@ async def read_json(scope: Scope, receive: Receive, max_bytes: int) -> dict[str,
     Raises:
         BadRequest: it is not one.
         BodyTooLarge: it is over `max_bytes`.
+        UnsupportedEncoding: it is compressed.
         ReceiptTimeout: it did not arrive in time.
         ClientGone: the connection closed meanwhile.
     """
-    declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+    headers = dict(scope["headers"])
+    encoding = headers.get(b"content-encoding", b"identity").decode("latin-1").strip()
+    if encoding.lower() not in ("", "identity"):
+        raise UnsupportedEncoding(f"Content-Encoding {shorten(encoding)} is not supported: send the body as it is.")
+    declared = headers.get(b"content-length", b"0")
     if declared.isdigit() and int(declared[:20]) > max_bytes:
         raise BodyTooLarge(f"The body is over the limit of {max_bytes} bytes.")
     chunks: list[bytes] = []

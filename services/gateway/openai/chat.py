@@ -30,7 +30,9 @@ class ChatCompletions:
         request = chat_request(await read_json(scope, receive, gateway.settings.max_body_bytes))
         options = request.options
         gateway.check_model(options.model)
-        characters = sum(50 + len(message["content"]) for message in request.messages)  # some for the template's own words
+        characters = sum(len(message["content"]) for message in request.messages)
+        gateway.check_length(characters, "messages")
+        characters += 50 * len(request.messages)  # for the template's own words
         try:
             prompt = await gateway.tokenise(characters, lambda: gateway.model.tokenizer.render_chat(request.messages))
         except TemplateFailure as error:

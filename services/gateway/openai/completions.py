@@ -34,8 +34,9 @@ class Completions:
         request = completion_request(await read_json(scope, receive, gateway.settings.max_body_bytes))
         options = request.options
         gateway.check_model(options.model)
-        size = sum(len(prompt) for prompt in request.prompts)
-        prompts = await gateway.tokenise(size, lambda: self._tokenise(request))
+        texts = [len(prompt) for prompt in request.prompts if isinstance(prompt, str)]
+        gateway.check_length(max(texts, default=0), "prompt")
+        prompts = await gateway.tokenise(sum(texts), lambda: self._tokenise(request))
         budgets = [gateway.output_budget(len(prompt), options.max_tokens, DEFAULT_MAX_TOKENS, "prompt") for prompt in prompts]
         generation = gateway.generate(options, prompts, budgets, arrived, at_start=False)
         shape = CompletionShape(options.model, len(prompts), include_usage=options.include_usage)
@@ -47,11 +48,14 @@ class Completions:
         for i, prompt in enumerate(request.prompts):
             tokens = model.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt
             if not tokens:
-                raise BadRequest(f"'prompt[{i}]' makes no tokens.", param="prompt", code="invalid_value")
+                path = f"prompt[{i}]" if request.several else "prompt"
+                raise BadRequest(f"'{path}' makes no tokens.", param=path, code="invalid_value")
             if min(tokens) < 0 or max(tokens) >= model.vocabulary_size:
+                at = next(j for j, token in enumerate(tokens) if not 0 <= token < model.vocabulary_size)
+                path = f"prompt[{i}][{at}]" if request.several else f"prompt[{at}]"
                 raise BadRequest(
-                    f"'prompt' holds a token id outside the vocabulary (0 to {model.vocabulary_size - 1}).",
-                    param="prompt",
+                    f"'{path}' is outside the vocabulary: token ids go from 0 to {model.vocabulary_size - 1}.",
+                    param=path,
                     code="invalid_value",
                 )
             prompts.append(tokens)

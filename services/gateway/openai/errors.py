@@ -98,6 +98,12 @@ class BodyTooLarge(ApiError):
     code = "request_too_large"
 
 
+class UnsupportedEncoding(ApiError):
+    status = 415
+    type = "invalid_request_error"
+    code = "unsupported_encoding"
+
+
 class Failed(ApiError):
     status = 500
     code = "internal_error"
@@ -120,9 +126,12 @@ class Overloaded(ApiError):
 
 
 def shorten(value: object) -> str:
-    """Return `value` for use in a message: bounded, and on one line."""
-    text = repr(value) if len(str(value)) <= MAX_ECHO_CHARACTERS else repr(str(value)[: MAX_ECHO_CHARACTERS - 20]) + "…"
-    return text[:MAX_ECHO_CHARACTERS]
+    """Return a value from a request as the JSON it was, for use in a message: bounded, and on one line."""
+    try:
+        text = orjson.dumps(value).decode()
+    except TypeError:  # nested deeper than it writes, though not deeper than it reads
+        text = "…"
+    return text if len(text) <= MAX_ECHO_CHARACTERS else text[: MAX_ECHO_CHARACTERS - 1] + "…"
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: list[tuple[bytes, bytes]] | None = None) -> None:

@@ -102,7 +102,7 @@ class Fields:
         value = self.raw(name)
         if value is None or any(value == harmless and isinstance(value, bool) == isinstance(harmless, bool) for harmless in allowed):
             return
-        hint = f"; leave it out or send {allowed[0]!r}" if allowed else "; leave it out"
+        hint = f"; leave it out or send {shorten(allowed[0])}" if allowed else "; leave it out"
         raise Unsupported(f"'{self.at(name)}' = {shorten(value)} is not supported{hint}.", param=self.at(name))
 
     def wrong_type(self, name: str, wanted: str, value: Any) -> BadRequest:

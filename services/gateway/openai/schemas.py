@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.gateway.openai.errors import BadRequest, Unsupported, shorten
+from services.gateway.openai.errors import BadRequest, ContextTooLong, Unsupported, shorten
 from services.gateway.openai.fields import Fields
 from shared.messages import MAX_REQUEST_TOKENS, Priority
 
@@ -50,6 +50,7 @@ class CompletionRequest:
 
     options: Options
     prompts: list[str | list[int]]
+    several: bool  # they came as an array of prompts
 
 
 def chat_request(body: Mapping[str, Any]) -> ChatRequest:
@@ -94,7 +95,16 @@ def completion_request(body: Mapping[str, Any]) -> CompletionRequest:
     fields.only("best_of", [1])
     fields.only("suffix", [""])
     options = _options(fields, fields.integer("max_tokens", 1, MAX_REQUEST_TOKENS))
-    return CompletionRequest(options, _prompts(fields))
+    prompt = fields.required("prompt")
+    if isinstance(prompt, str):
+        return CompletionRequest(options, [_text_prompt(prompt, "prompt")], several=False)
+    if not isinstance(prompt, list):
+        raise fields.wrong_type("prompt", "a string, an array of strings, or an array of token ids", prompt)
+    if not prompt:
+        raise BadRequest("'prompt' must not be empty.", param="prompt", code="invalid_value")
+    if isinstance(prompt[0], int | float):
+        return CompletionRequest(options, [_token_prompt(fields, prompt, "prompt")], several=False)
+    return CompletionRequest(options, _prompts(fields, prompt), several=True)
 
 
 def _options(fields: Fields, max_tokens: int | None) -> Options:
@@ -182,16 +192,7 @@ def _content(fields: Fields) -> str:
     return "\n".join(texts)  # as vLLM joins them for a template that takes strings
 
 
-def _prompts(fields: Fields) -> list[str | list[int]]:
-    prompt = fields.required("prompt")
-    if isinstance(prompt, str):
-        return [_text_prompt(prompt, "prompt")]
-    if not isinstance(prompt, list):
-        raise fields.wrong_type("prompt", "a string, an array of strings, or an array of token ids", prompt)
-    if not prompt:
-        raise BadRequest("'prompt' must not be empty.", param="prompt", code="invalid_value")
-    if isinstance(prompt[0], int):
-        return [_token_prompt(fields, prompt, "prompt")]
+def _prompts(fields: Fields, prompt: list[Any]) -> list[str | list[int]]:
     if len(prompt) > MAX_PROMPTS:
         raise BadRequest(f"'prompt' may hold at most {MAX_PROMPTS} prompts.", param="prompt", code="invalid_value")
     prompts: list[str | list[int]] = []
@@ -215,6 +216,8 @@ def _text_prompt(text: str, path: str) -> str:
 def _token_prompt(fields: Fields, tokens: list[Any], path: str) -> list[int]:
     if not tokens:
         raise BadRequest(f"'{path}' must not be empty.", param=path, code="invalid_value")
+    if len(tokens) > MAX_REQUEST_TOKENS:
+        raise ContextTooLong(f"'{path}' has {len(tokens)} tokens; this server takes at most {MAX_REQUEST_TOKENS}.", param=path)
     for i, token in enumerate(tokens):
         if type(token) is not int:
             raise fields.wrong_type(f"{path}[{i}]", "an integer", token)
