@@ -104,7 +104,7 @@ class RouterMetrics:
         self.gaps = Counter("headrace_router_event_gaps", "Sequence gaps in block events", registry=registry)
         self.malformed = Counter("headrace_router_malformed", "Messages dropped because they could not be decoded", registry=registry)
         self.seconds = Histogram("headrace_router_decision_seconds", "Time to decide", buckets=(1e-5, 1e-4, 1e-3, 1e-2), registry=registry)
-        for outcome in ("placed", "shared"):
+        for outcome in ("placed", "no_worker", "no_room"):
             self.decisions.labels(outcome)
 
 

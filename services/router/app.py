@@ -122,7 +122,7 @@ class Router:
         started = time.perf_counter()
         decision = self.decide(request)
         self._metrics.seconds.observe(time.perf_counter() - started)
-        self._metrics.decisions.labels("placed" if decision.worker else "shared").inc()
+        self._metrics.decisions.labels(decision.reason).inc()
         self._metrics.matched_tokens.inc(decision.matched_tokens)
         if reply:
             answer = RouteReply(1, decision.worker, decision.matched_tokens)

@@ -9,10 +9,7 @@ from typing import Literal
 
 from shared.messages import RouteRequest
 
-# A new prompt this long is placed even where all workers are alike, so that others with the same prefix can follow it there.
-TOGETHER_TOKENS = 256
-
-Reason = Literal["cheapest", "together", "no_worker", "no_room", "no_difference"]
+Reason = Literal["placed", "no_worker", "no_room"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +61,7 @@ def choose(
     confirmed_blocks: Mapping[str, int],
     random: Random,
 ) -> Decision:
-    """Choose among the fresh workers of the request's pool, `loads`.
+    """Choose among the fresh workers of the request's pool, `loads`; by chance among those that cost the same.
 
     `matched_blocks` says how many leading blocks of the prompt each worker has cached or will have soon; `confirmed_blocks`, how many
     of them it has now.
@@ -81,10 +78,5 @@ def choose(
     pending = [hit - confirmed_blocks.get(load.worker, 0) * load.block_size for load, hit in zip(roomy, matched, strict=True)]
     costs = [cost(load, request.prompt_tokens - hit, max(0, late)) for load, hit, late in zip(roomy, matched, pending, strict=True)]
     cheapest = min(costs)
-    alike = not any(matched) and max(costs) == cheapest
-    # nothing tells them apart: whoever is free first should pull it, unless that could be one that the request must avoid
-    if alike and request.prompt_tokens < TOGETHER_TOKENS and not request.excluded:
-        return Decision(None, "no_difference")
     best = random.choice([i for i, price in enumerate(costs) if price == cheapest])
-    reason: Reason = "together" if alike else "cheapest"
-    return Decision(roomy[best].worker, reason, matched[best], request.prompt_tokens - matched[best])
+    return Decision(roomy[best].worker, "placed", matched[best], request.prompt_tokens - matched[best])

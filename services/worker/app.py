@@ -171,7 +171,9 @@ class Worker:
         ahead = load.waiting + self._submitted - load.taken
         if load.queued_prefill_tokens > 2 * self._scheduler.step_tokens:
             return 0
-        return min(self._scheduler.slots - load.running, int(load.blocks_free / self._typical_blocks)) - ahead
+        room = min(self._scheduler.slots - load.running, int(load.blocks_free / self._typical_blocks)) - ahead
+        idle = load.running + ahead == 0
+        return max(room, 1) if idle else room  # whatever does not fit into an empty pool must be refused, not left in the queue
 
     async def _accept(self, request: WorkRequest, delivery: Delivery) -> None:
         """Say `accepted` first and acknowledge after: whatever dies between, the request is either known to its gateway or still queued."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from shared.bus import Bus, Delivery, work_consumers
-from shared.messages import PRIORITIES, MessageError, Priority, WorkRequest, decode_work
+from shared.messages import PRIORITIES, MessageError, WorkRequest, decode_work
 
 log = logging.getLogger(__name__)
 
@@ -58,24 +58,26 @@ class Intake:
         self._stopping = True
         self._woken.set()
 
-    def _order(self) -> list[Priority]:
+    def _order(self) -> list[str]:
+        """Return the consumers, urgent classes first (in one sweep of some, last), and in turns a worker's own or the shared one first."""
         self._sweeps += 1
-        return list(reversed(PRIORITIES)) if self._sweeps % _BATCH_SHARE == 0 else list(PRIORITIES)
+        classes = reversed(PRIORITIES) if self._sweeps % _BATCH_SHARE == 0 else PRIORITIES
+        turn = 1 if (self._sweeps + self._sweeps // _BATCH_SHARE) % 2 else -1
+        return [consumer for priority in classes for consumer in self._consumers[priority][::turn]]
 
     async def _sweep(self) -> bool:
         """Take what is queued, without waiting; say whether there was anything."""
         found = False
-        for priority in self._order():
-            for consumer in self._consumers[priority]:
-                if consumer in self._waiting:  # its pull would have brought a message
-                    continue
-                room = self._room()
-                if room <= 0:
-                    return found
-                deliveries = await self._bus.pull(consumer, min(room, 8), 0)
-                found = found or bool(deliveries)
-                for delivery in deliveries:
-                    await self._take(delivery)
+        for consumer in self._order():
+            if consumer in self._waiting:  # its pull would have brought a message
+                continue
+            room = self._room()
+            if room <= 0:
+                return found
+            deliveries = await self._bus.pull(consumer, min(room, 8), 0)
+            found = found or bool(deliveries)
+            for delivery in deliveries:
+                await self._take(delivery)
         return found
 
     def _arm(self) -> None:

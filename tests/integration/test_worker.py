@@ -82,12 +82,15 @@ class Gateway:
     async def _on_news(self, payload: bytes, _reply: str) -> None:
         self.news.append(decode_block_news(payload))
 
-    async def send(self, prompt: list[int], most: int = 8, *, priority: Priority = "standard", attempt: int = 0, request: str = "") -> str:
+    async def send(
+        self, prompt: list[int], most: int = 8, *, priority: Priority = "standard", attempt: int = 0, request: str = "", to: str = ""
+    ) -> str:
         request = request or subjects.mint("r")
         work = WorkRequest(
             1, request, attempt, self.id, POOL, priority, prompt, len(prompt), most, Sampling(0, 0.0), SALT, time.time(), time.time() + 30
         )
-        await self.bus.enqueue(subjects.shared_work(POOL, priority), encode(work), f"{request}.{attempt}")
+        subject = subjects.own_work(POOL, priority, to) if to else subjects.shared_work(POOL, priority)
+        await self.bus.enqueue(subject, encode(work), f"{request}.{attempt}")
         return request
 
     def tokens(self, request: str) -> list[int]:
@@ -257,6 +260,25 @@ async def test_urgent_classes_first_and_batch_moves(gateway: Gateway, start: Cal
     mean = {priority: sum(places[one] for one in requests[priority]) / 8 for priority in classes}
     assert mean["interactive"] < mean["standard"] < mean["batch"]
     assert min(places[one] for one in requests["batch"]) < 12
+
+
+async def test_what_is_placed_on_a_worker_does_not_starve_the_shared_queue(gateway: Gateway, start: Callable[..., object]) -> None:
+    await start(slots=1)  # type: ignore[misc]
+    worker = gateway.states[-1].worker
+    placed = [await gateway.send([5], 16, to=worker) for _ in range(12)]
+    shared = [await gateway.send([5], 16) for _ in range(4)]
+    await gateway.until(lambda: all(gateway.finish(one) for one in placed + shared))
+    places = {one.request: place for place, one in enumerate(gateway.accepted)}
+    assert max(places[one] for one in shared) < max(places[one] for one in placed)
+
+
+async def test_a_tiny_pool_serves_what_fits_and_refuses_the_rest(folder: Path, gateway: Gateway, start: Callable[..., object]) -> None:
+    await start(kv_blocks=2)  # type: ignore[misc]
+    assert gateway.states[-1].context_tokens == 32
+    fits, never = await gateway.send([5, 6, 7], 8), await gateway.send([5] * 40, 8)
+    await gateway.until(lambda: gateway.finish(fits) and gateway.finish(never))
+    assert gateway.tokens(fits) == expected(folder, [5, 6, 7], 8)
+    assert gateway.finish(never) == "error"
 
 
 async def test_a_redelivered_attempt_runs_once_and_a_newer_replaces_it(gateway: Gateway, start: Callable[..., object]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.router.placement import TOGETHER_TOKENS, Decision, Load, choose, cost
+from services.router.placement import Decision, Load, choose, cost
 from shared.messages import RouteRequest
 
 
@@ -36,36 +36,32 @@ TABLE: list[tuple[str, RouteRequest, list[Load], dict[str, int], Decision]] = [
     ("no slot", request(100), [load("a", free_slots=0)], {"a": 3}, Decision(None, "no_room")),
     ("more on the way than slots", request(100), [load("a", free_slots=-2)], {"a": 3}, Decision(None, "no_room")),
     ("a block too few", request(100), [load("a", free_blocks=6)], {"a": 3}, Decision(None, "no_room")),
-    ("just enough blocks", request(100), [load("a", free_blocks=7)], {"a": 3}, Decision("a", "cheapest", 48, 52)),
+    ("just enough blocks", request(100), [load("a", free_blocks=7)], {"a": 3}, Decision("a", "placed", 48, 52)),
     ("prompt fills the context", request(100), [load("a", context_tokens=100)], {"a": 3}, Decision(None, "no_room")),
-    # nothing to tell them apart
-    ("one idle worker", request(100), [load("a")], {}, Decision(None, "no_difference")),
-    ("all idle", request(100), [load("a"), load("b")], {}, Decision(None, "no_difference")),
-    ("all equally busy", request(100), [load("a", batch=3), load("b", batch=3)], {}, Decision(None, "no_difference")),
-    ("an exclusion forbids the shared subject", request(100, ["a"]), [load("a"), load("b")], {}, Decision("b", "together", 0, 100)),
-    ("a long prompt is worth keeping together", request(TOGETHER_TOKENS), [load("a")], {}, Decision("a", "together", 0, TOGETHER_TOKENS)),
-    ("a match on the only worker", request(100), [load("a")], {"a": 1}, Decision("a", "cheapest", 16, 84)),
+    # one
+    ("one idle worker", request(100), [load("a")], {}, Decision("a", "placed", 0, 100)),
+    ("one left", request(100, ["a"]), [load("a"), load("b")], {}, Decision("b", "placed", 0, 100)),
+    ("a match on the only worker", request(100), [load("a")], {"a": 1}, Decision("a", "placed", 16, 84)),
     # cache against load: new × (1 + batch) + queued
-    ("the holder of the prefix", request(1000), [load("a"), load("b")], {"b": 50}, Decision("b", "cheapest", 800, 200)),
-    ("the longer prefix", request(1000), [load("a"), load("b")], {"a": 49, "b": 50}, Decision("b", "cheapest", 800, 200)),
-    ("holder busy but worth it", request(1000), [load("a"), load("b", batch=3)], {"b": 50}, Decision("b", "cheapest", 800, 200)),
-    ("holder too busy: 200 × 6", request(1000), [load("a"), load("b", batch=5)], {"b": 50}, Decision("a", "cheapest", 0, 1000)),
+    ("the holder of the prefix", request(1000), [load("a"), load("b")], {"b": 50}, Decision("b", "placed", 800, 200)),
+    ("the longer prefix", request(1000), [load("a"), load("b")], {"a": 49, "b": 50}, Decision("b", "placed", 800, 200)),
+    ("holder busy but worth it", request(1000), [load("a"), load("b", batch=3)], {"b": 50}, Decision("b", "placed", 800, 200)),
+    ("holder too busy: 200 × 6", request(1000), [load("a"), load("b", batch=5)], {"b": 50}, Decision("a", "placed", 0, 1000)),
     (
         "holder's queue too long: 200 + 900",
         request(1000),
         [load("a"), load("b", queued_prefill_tokens=900)],
         {"b": 50},
-        Decision("a", "cheapest", 0, 1000),
+        Decision("a", "placed", 0, 1000),
     ),
-    ("holder without room", request(1000), [load("a"), load("b", free_slots=0)], {"b": 50}, Decision("a", "together", 0, 1000)),
-    ("holder excluded", request(1000, ["b"]), [load("a"), load("b")], {"b": 50}, Decision("a", "together", 0, 1000)),
-    ("no match, the smaller batch", request(100), [load("a", batch=2), load("b", batch=1)], {}, Decision("b", "cheapest", 0, 100)),
-    ("no match, the shorter queue", request(100), [load("a", queued_prefill_tokens=1), load("b")], {}, Decision("b", "cheapest", 0, 100)),
-    ("own block size", request(100), [load("a"), load("b", block_size=32)], {"a": 2, "b": 2}, Decision("b", "cheapest", 64, 36)),
+    ("holder without room", request(1000), [load("a"), load("b", free_slots=0)], {"b": 50}, Decision("a", "placed", 0, 1000)),
+    ("holder excluded", request(1000, ["b"]), [load("a"), load("b")], {"b": 50}, Decision("a", "placed", 0, 1000)),
+    ("no match, the smaller batch", request(100), [load("a", batch=2), load("b", batch=1)], {}, Decision("b", "placed", 0, 100)),
+    ("no match, the shorter queue", request(100), [load("a", queued_prefill_tokens=1), load("b")], {}, Decision("b", "placed", 0, 100)),
+    ("own block size", request(100), [load("a"), load("b", block_size=32)], {"a": 2, "b": 2}, Decision("b", "placed", 64, 36)),
     # the borders
-    ("all cached: the last token is computed", request(64), [load("a"), load("b")], {"a": 4}, Decision("a", "cheapest", 63, 1)),
-    ("a match of an unknown worker", request(100), [load("a")], {"z": 5}, Decision(None, "no_difference")),
-    ("an empty prompt", request(0), [load("a", batch=1), load("b")], {}, Decision(None, "no_difference")),
+    ("all cached: the last token is computed", request(64), [load("a"), load("b")], {"a": 4}, Decision("a", "placed", 63, 1)),
+    ("a match of an unknown worker", request(100), [load("a")], {"z": 5}, Decision("a", "placed", 0, 100)),
 ]
 
 
@@ -102,7 +98,7 @@ def test_equal_costs_are_broken_evenly_and_only_among_the_cheapest() -> None:
     assert all(abs(count - 1000) < 150 for count in chosen.values())
 
 
-def test_a_long_new_prompt_has_no_favourite() -> None:
+def test_a_new_prompt_has_no_favourite() -> None:
     random = Random(2)
     chosen = Counter(choose(request(1000), [load("a"), load("b")], {}, {}, random).worker for _ in range(1000))
     assert min(chosen["a"], chosen["b"]) > 400
