@@ -6,6 +6,7 @@ Everything heavy is imported inside the command that needs it, so that `headrace
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -199,7 +200,8 @@ def run(arguments: list[str]) -> int:
         line = _one_line(error)
         if line is None:
             raise
-        print(f"headrace: {line}", file=sys.stderr, flush=True)
+        if line:  # a command without its subcommand has shown its help
+            print(f"headrace: {line}", file=sys.stderr, flush=True)
         return 2 if hasattr(error, "format_message") else 1
     return int(result or 0)
 
@@ -208,13 +210,9 @@ def _one_line(error: Exception) -> str | None:
     """Return what to tell the user, or None for a bug of ours."""
     if hasattr(error, "format_message"):  # the command line parser's own errors, whose class has moved between versions
         return " ".join(str(error.format_message()).split())
-    from pydantic import ValidationError
-
     from services.local.state import LaunchError
     from shared.model_files import ModelError
 
-    if isinstance(error, ValidationError):
-        return "; ".join(f"HEADRACE_{'_'.join(map(str, e['loc'])).upper()}: {e['msg'][0].lower()}{e['msg'][1:]}" for e in error.errors())
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if isinstance(error, LaunchError | ModelError | OSError):  # an unreachable NATS is an OSError too
@@ -226,8 +224,28 @@ S = TypeVar("S", bound="Settings")
 
 
 def _settings(kind: type[S], **flags: object) -> S:
-    """Read the environment, with the flags that were given over it."""
-    return kind(**{name: value for name, value in flags.items() if value is not None})  # type: ignore[arg-type]
+    """Read the environment, with the flags that were given over it.
+
+    Raises:
+        LaunchError: something in it cannot be; the message says which flag or variable.
+    """
+    from pydantic import ValidationError
+
+    from services.local.state import LaunchError
+
+    given = {name: value for name, value in flags.items() if value is not None}
+    try:
+        return kind(**given)  # type: ignore[arg-type]
+    except ValidationError as error:
+        raise LaunchError("; ".join(_complaint(str(e["loc"][0]) if e["loc"] else "", e["msg"], given) for e in error.errors())) from None
+
+
+def _complaint(setting: str, message: str, given: Mapping[str, object]) -> str:
+    message = message.removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
+    if not setting:
+        return message
+    return (f"--{setting.replace('_', '-')}: " if setting in given else f"HEADRACE_{setting.upper()}: ") + message
 
 
 def _find_or_fetch(settings: Settings) -> None:

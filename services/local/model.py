@@ -6,7 +6,7 @@ from pathlib import Path
 
 from services.local import fetch
 from services.local.console import Console
-from shared.model_files import ModelError, ModelFolder, locate
+from shared.model_files import ModelError, ModelFolder, ModelMissing, locate
 
 
 def find_or_fetch(model: str, state_dir: Path, served_name: str, console: Console) -> ModelFolder:
@@ -17,9 +17,9 @@ def find_or_fetch(model: str, state_dir: Path, served_name: str, console: Consol
     """
     try:
         return locate(model, state_dir, served_name)
-    except ModelError:
+    except ModelError as error:
         if model not in fetch.CATALOGUE and not model.startswith("hf:"):
-            raise
+            raise (fetch.unknown(model) if isinstance(error, ModelMissing) else error) from None
     with console.step(f"fetching {model}") as step:
         fetch.pull(model, state_dir, step.note)
     return locate(model, state_dir, served_name)

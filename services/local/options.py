@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Self
 
-from pydantic import Field, SecretStr
+from pydantic import ByteSize, Field, SecretStr, model_validator
 
-from shared.settings import Settings
+from shared.machine import total_memory
+from shared.settings import NatsUrl, RedisUrl, Settings
 
-_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 class UpSettings(Settings):
     """Every service's settings and the launcher's own; an empty server URL means: start one."""
 
-    nats_url: str = ""
-    redis_url: str = ""
+    nats_url: NatsUrl = ""
+    redis_url: RedisUrl = ""
     workers: int = Field(default=1, ge=1, le=64, description="worker processes")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.kv_memory * self.workers > total_memory():
+            pools = "a KV pool" if self.workers == 1 else f"{self.workers} KV pools"
+            raise ValueError(
+                f"{pools} of {self.kv_memory.human_readable()} (HEADRACE_KV_MEMORY): "
+                f"this machine has {ByteSize(total_memory()).human_readable()}"
+            )
+        return self
 
 
 def environment_of(settings: UpSettings, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -47,13 +58,6 @@ def absolute_model(model: str) -> str:
 def threads_per_worker(threads: int, workers: int, cores: int) -> int:
     """Return the CPU threads of each worker: as told, else an even share of the cores."""
     return threads or max(1, cores // workers)
-
-
-def usable_cores() -> int:
-    """Return the cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def client_host(host: str) -> str:

@@ -14,11 +14,12 @@ from pathlib import Path
 from services.local import servers, state
 from services.local.console import Console
 from services.local.interrupts import Interrupted, Interrupts
-from services.local.logs import cause
+from services.local.logs import cause, tail
 from services.local.model import find_or_fetch
-from services.local.options import UpSettings, client_host, environment_of, threads_per_worker, usable_cores
+from services.local.options import UpSettings, client_host, environment_of, threads_per_worker
 from services.local.state import LaunchError
 from services.local.supervisor import Command, Exit, Supervisor
+from shared.machine import usable_cores
 from shared.model_files import ModelFolder
 
 SERVER_START_SECONDS = 20.0
@@ -108,7 +109,13 @@ def _start_services(
             extra = {"HEADRACE_METRICS_PORT": str(port), "HEADRACE_THREADS": str(threads)}
             start("worker", f"worker-{index}", _STOP_WORKERS, extra, port, "/health")
         start("gateway", "gateway", _STOP_GATEWAY, {}, settings.port, "/ready")
-        _wait_until(conditions, SERVICE_START_SECONDS, supervisor, interrupts, lambda left: step.note("waiting for " + ", ".join(left)))
+        _wait_until(conditions, SERVICE_START_SECONDS, supervisor, interrupts, lambda left: step.note(_waiting(left, supervisor)))
+
+
+def _waiting(left: list[str], supervisor: Supervisor) -> str:
+    """Say what is waited for, and what the first of it is doing."""
+    said = tail(supervisor.log(left[0]), 1)
+    return "waiting for " + ", ".join(left) + (f"; {left[0]}: {said[0].removeprefix('info: ')}" if said else "")
 
 
 def _wait_until(

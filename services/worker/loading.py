@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
+from pydantic import ByteSize
 
 from services.worker.backends.cpu import CpuBackend, has_fast_bfloat16, load_operators
 from services.worker.engine.block_pool import BlockPool
@@ -18,6 +17,7 @@ from services.worker.models.decoder import Decoder
 from services.worker.models.description import Description, describe
 from services.worker.models.loader import open_weights
 from shared import model_files
+from shared.machine import free_memory, total_memory, usable_cores
 from shared.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -53,14 +53,12 @@ def build(settings: Settings) -> EngineParts:
     description = describe(folder.path)
     if settings.device == "cuda":
         raise ConfigurationError("device cuda: this build has no GPU backend; use --device cpu")
-    torch.set_num_threads(settings.threads or os.cpu_count() or 1)
+    torch.set_num_threads(settings.threads or usable_cores())
     compiled = load_operators()
     dtype = _dtype(settings.dtype, compiled=compiled)
     backend = CpuBackend(dtype, compiled=compiled)
     decoder = Decoder(description, open_weights(folder.path, description, dtype, backend.device), backend)
-    blocks = settings.kv_blocks or _pool_bytes(settings.kv_memory) // (description.kv_bytes_per_token * dtype.itemsize * BLOCK_TOKENS)
-    if blocks < 1:
-        raise ConfigurationError(f"kv_memory {settings.kv_memory!r} holds no block of {BLOCK_TOKENS} tokens")
+    blocks = _pool_blocks(settings, description.kv_bytes_per_token * dtype.itemsize * BLOCK_TOKENS)
     pool = BlockPool(blocks, BLOCK_TOKENS)
     scheduler = Scheduler(pool, slots=settings.slots, step_tokens=settings.step_tokens, context_tokens=description.context_tokens)
     runner = Runner(decoder, blocks, BLOCK_TOKENS)
@@ -81,19 +79,20 @@ def _dtype(name: str, *, compiled: bool) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def _pool_bytes(text: str) -> int:
-    """Return the bytes that `text`, such as 512MiB or 2GB, stands for; for an empty text a share of the free memory."""
-    if text:
-        number = text.rstrip("KMGTiBkb")
-        unit = text[len(number) :].upper().removesuffix("B")
-        scales = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
-        try:
-            return int(float(number) * scales[unit])
-        except (ValueError, KeyError):
-            raise ConfigurationError(f"kv_memory {text!r} is not an amount of memory such as 512MiB or 2GB") from None
-    try:
-        facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        free = int(facts["MemAvailable"].split()[0]) << 10
-    except (OSError, KeyError, ValueError):
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    return min(int(free * _KV_SHARE), _KV_MOST_BYTES)
+def _pool_blocks(settings: Settings, block_bytes: int) -> int:
+    """Return how many blocks of `block_bytes` the KV pool gets.
+
+    Raises:
+        ConfigurationError: none, or more than this machine could hold.
+    """
+    memory = settings.kv_memory or min(int(free_memory() * _KV_SHARE), _KV_MOST_BYTES)
+    blocks = settings.kv_blocks or memory // block_bytes
+    if blocks < 1:
+        raise ConfigurationError(f"a KV pool of {_readable(memory)} holds no block, which is {_readable(block_bytes)}")
+    if blocks * block_bytes > total_memory():
+        raise ConfigurationError(f"a KV pool of {_readable(blocks * block_bytes)}: this machine has {_readable(total_memory())}")
+    return blocks
+
+
+def _readable(size: int) -> str:
+    return ByteSize(size).human_readable()

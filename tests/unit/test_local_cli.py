@@ -52,8 +52,16 @@ def test_help_is_light() -> None:
         (["nonsense"], "No such command 'nonsense'."),
         (["up", "--nonsense"], "No such option: --nonsense"),
         (["up", "--port", "x"], "Invalid value for '--port'"),
-        (["up", "--port", "70000"], "HEADRACE_PORT: input should be less than or equal to 65535"),
-        (["up", "--device", "abacus"], "HEADRACE_DEVICE: input should be 'auto', 'cpu' or 'cuda'"),
+        (["up", "--port", "70000"], "--port: input should be less than or equal to 65535"),
+        (["up", "--device", "abacus"], "--device: input should be 'auto', 'cpu' or 'cuda'"),
+        (["up", "--host", ""], "--host: string should have at least 1 character"),
+        (["up", "--nats-url", "garbage"], "--nats-url: not a URL such as nats://127.0.0.1:4222"),
+        (
+            ["up", "--redis-url", "http://x", "--nats-url", "nats://[x"],
+            "--nats-url: not a URL such as nats://127.0.0.1:4222; --redis-url: not",
+        ),
+        (["gateway", "--redis-url", "redis://x:port"], "--redis-url: not a URL such as redis://127.0.0.1:6379/0"),
+        (["up", "--model", "nosuch", "--port", "15999"], "no model 'nosuch' in the catalogue (smollm2-135m); other models: hf:org/name"),
     ],
 )
 def test_wrong_arguments_give_one_line(arguments: list[str], line: str, tmp_path: Path) -> None:
@@ -64,6 +72,39 @@ def test_a_wrong_variable_is_named_without_its_value(tmp_path: Path) -> None:
     line = only_line(headrace("up", HEADRACE_STATE_DIR=str(tmp_path), HEADRACE_WORKERS="many", HEADRACE_API_KEY="hr_private"))
     assert line.startswith("HEADRACE_WORKERS: input should be a valid integer")
     assert "hr_private" not in line
+
+
+@pytest.mark.parametrize(
+    ("variables", "line"),
+    [
+        ({"HEADRACE_KV_MEMORY": "abc"}, "HEADRACE_KV_MEMORY: could not parse value and unit"),
+        ({"HEADRACE_KV_MEMORY": "900TiB"}, "a KV pool of 900.0TiB (HEADRACE_KV_MEMORY): this machine has "),
+        ({"HEADRACE_KV_MEMORY": "10TiB", "HEADRACE_WORKERS": "60"}, "60 KV pools of 10.0TiB (HEADRACE_KV_MEMORY): this machine has "),
+        ({"HEADRACE_NATS_URL": "tcp://user:secret@x"}, "HEADRACE_NATS_URL: not a URL such as nats://127.0.0.1:4222"),
+    ],
+)
+def test_what_cannot_be_is_found_before_anything_starts(variables: dict[str, str], line: str, tmp_path: Path) -> None:
+    shown = only_line(headrace("up", HEADRACE_STATE_DIR=str(tmp_path / "state"), **variables))
+    assert shown.startswith(line)
+    assert "secret" not in shown
+    assert not (tmp_path / "state").exists()
+
+
+def test_an_empty_variable_is_none(tmp_path: Path) -> None:
+    done = headrace("models", "list", HOME=str(tmp_path), HEADRACE_STATE_DIR="", HEADRACE_PORT="", HEADRACE_NATS_URL="")
+    assert (done.returncode, done.stderr) == (0, "")
+    line = only_line(
+        headrace("up", "--model", "nosuch", HOME=str(tmp_path), HEADRACE_STATE_DIR="", HEADRACE_PORT="15999", HEADRACE_HOST="")
+    )
+    assert line.startswith("no model 'nosuch'")
+    assert (tmp_path / ".local" / "share" / "headrace").is_dir()
+
+
+@pytest.mark.parametrize("arguments", [[], ["models"]])
+def test_half_a_command_shows_the_help(arguments: list[str]) -> None:
+    done = headrace(*arguments)
+    assert (done.returncode, done.stderr) == (2, "")
+    assert "Commands" in done.stdout
 
 
 def test_a_taken_port_gives_one_line(tmp_path: Path) -> None:
@@ -164,3 +205,6 @@ def test_chat_says_what_went_wrong_in_one_line(gateway: str) -> None:
     assert (failed.stderr, failed.returncode) == ("headrace: worker lost\n", 1)
     assert only_line(headrace("chat", "hi", "--url", "http://127.0.0.1:1")).startswith("no answer from http://127.0.0.1:1: ")
     assert only_line(headrace("chat", "hi", "--url", "ftp://x")) == "not an http URL: ftp://x"
+    assert only_line(headrace("chat", "hi", "--url", "http://[bad")) == "not an http URL: http://[bad"
+    assert only_line(headrace("chat", "hi", "--url", "http://x:port")) == "not an http URL: http://x:port"
+    assert only_line(headrace("chat", "hi", "--url", gateway, HEADRACE_API_KEY="hr_ü")) == "the API key has characters that no key has"
