@@ -112,7 +112,7 @@ class InProcess:
             request, prompt = subjects.mint("r"), waiting.pop()
             self._times[request] = []
             sent[request] = time.perf_counter()
-            sampling = Sampling(seed=0, temperature=0, ignore_eos=True)
+            sampling = Sampling(seed=0, temperature=0)
             self._engine.submit(Sequence(request, 0, "g", list(prompt), len(prompt), load.output, sampling, b"s" * 16, sent[request]))
 
         for _ in range(load.concurrency):

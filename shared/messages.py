@@ -16,6 +16,9 @@ from msgspec import Meta, Struct
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 1 << 20  # the NATS server's default payload limit
 MAX_REQUEST_TOKENS = 1 << 18
+MAX_BIASES = 1024
+MAX_STOP_TOKENS = 128
+MAX_BAD_WORDS = 512  # each counted once per way in which it can be split into tokens
 
 Priority = Literal["interactive", "standard", "batch"]
 PRIORITIES: tuple[Priority, ...] = ("interactive", "standard", "batch")
@@ -25,6 +28,8 @@ Id = Annotated[str, Meta(pattern=r"^[a-z0-9-]{1,63}$")]
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 BlockHash = Annotated[bytes, Meta(min_length=16, max_length=16)]
+MAX_TOP_LOGPROBS = 20  # OpenAI's
+TopCount = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 BlockHashes = Annotated[list[BlockHash], Meta(max_length=32_768)]
 
 
@@ -42,8 +47,16 @@ class Sampling(Struct, frozen=True, omit_defaults=True):
     temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Meta(ge=0)] = 0  # 0: no limit
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] = []
-    ignore_eos: bool = False
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0  # of the likeliest token's probability
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] = 1.0
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    logit_bias: Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_BIASES)] = {}
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKENS)] = []
+    min_tokens: Count = 0  # of output, before which no stop token may come
+    bad_words: Annotated[list[Annotated[list[TokenId], Meta(min_length=1, max_length=64)]], Meta(max_length=MAX_BAD_WORDS)] = []
+    logprobs: TopCount | None = None  # log-probabilities of the output, each with so many of the likeliest tokens
+    prompt_logprobs: TopCount | None = None
 
 
 class WorkRequest(Struct, frozen=True, omit_defaults=True):
@@ -68,11 +81,22 @@ class WorkRequest(Struct, frozen=True, omit_defaults=True):
     start_by: float  # Unix seconds; a worker that pulls it later answers `expired`
 
 
+class TokenLogprobs(Struct, frozen=True, array_like=True):
+    """Natural log-probabilities, by the model's own logits, of a token and of the likeliest ones at its place, best first."""
+
+    logprob: float
+    top: Annotated[list[TokenId], Meta(max_length=MAX_TOP_LOGPROBS)] = []
+    top_logprobs: Annotated[list[float], Meta(max_length=MAX_TOP_LOGPROBS)] = []
+
+
 class Extras(Struct, frozen=True, omit_defaults=True):
     """Facts about a request that only some of its deltas carry."""
 
     cached_tokens: Count | None = None  # with the first output token: prompt tokens that came from the prefix cache
     queue_seconds: float | None = None  # with the first output token: from arrival at the gateway to the first scheduled step
+    logprobs: Annotated[list[TokenLogprobs], Meta(max_length=4096)] = []  # of the delta's tokens, where they are wanted
+    prompt_from: Count = 0  # the prompt position of `prompt_logprobs[0]`
+    prompt_logprobs: Annotated[list[TokenLogprobs], Meta(max_length=8192)] = []
     error: Annotated[str, Meta(max_length=200)] | None = None  # with finish = "error": one of the codes in services/gateway/relay.py
 
 

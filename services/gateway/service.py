@@ -180,5 +180,4 @@ class Gateway:
             top_p=defaults.top_p if options.top_p is None else options.top_p,
             top_k=defaults.top_k if options.top_k is None else options.top_k,
             stop_token_ids=[] if options.ignore_eos else list(self.model.eos_ids),
-            ignore_eos=options.ignore_eos,
         )

@@ -115,7 +115,15 @@ class Emitter:
 
 
 def _delta(one: Progress) -> Delta:
-    extras = None
-    if one.cached_tokens is not None or one.queue_seconds is not None or one.error is not None:
-        extras = Extras(cached_tokens=one.cached_tokens, queue_seconds=one.queue_seconds, error=one.error)
-    return Delta(one.request, one.attempt, one.index, one.tokens, one.finish, extras)
+    extras = Extras(
+        cached_tokens=one.cached_tokens,
+        queue_seconds=one.queue_seconds,
+        logprobs=one.logprobs,
+        prompt_from=one.scored_from,
+        prompt_logprobs=one.scored,
+        error=one.error,
+    )
+    return Delta(one.request, one.attempt, one.index, one.tokens, one.finish, None if extras == _NOTHING else extras)
+
+
+_NOTHING = Extras()

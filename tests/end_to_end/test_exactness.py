@@ -111,8 +111,8 @@ def test_bfloat16_logits_stay_close(smollm: ModelFolder, oracle: Any, prompts: l
     sequence = Sequence("r", 0, "g", prompt, len(prompt), 1, GREEDY, b"0" * 16, 0.0)
     sequence.blocks = bench.scheduler.pool.allocate(-(-len(prompt) // 16))
     batch = bench.runner.batch(StepPlan([Entry(sequence, 0, len(prompt), True)], len(prompt), 0))
-    batch = replace(batch, sample_rows=torch.arange(len(prompt) - 500, len(prompt)))
-    got = torch.log_softmax(decoder.forward(batch, bench.runner.cache), -1)
+    batch = replace(batch, output_rows=torch.arange(len(prompt) - 500, len(prompt)))
+    got = torch.log_softmax(decoder.logits(decoder.forward(batch, bench.runner.cache)), -1)
     divergence = (expected.exp() * (expected - got)).sum(-1)
     assert float(divergence.mean()) < 2e-3
     assert float((expected.argmax(-1) == got.argmax(-1)).float().mean()) > 0.95

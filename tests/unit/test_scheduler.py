@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.worker.engine.block_pool import BlockPool
 from services.worker.engine.scheduler import NeverFits, Scheduler, order
-from services.worker.engine.sequence import Progress, Sequence
+from services.worker.engine.sequence import Draw, Progress, Sequence, StepOutput
 from shared.messages import Sampling
 
 BLOCK = 4
@@ -28,7 +28,7 @@ def scheduler(blocks: int = 64, slots: int = 8, budget: int = 16, context: int =
 def step(one: Scheduler, token: int = 9) -> list[Progress]:
     plan = one.plan()
     assert plan.tokens <= one.step_tokens
-    result = one.commit(plan, [token] * len(plan.sampled))
+    result = one.commit(plan, StepOutput([Draw(token)] * len(plan.sampled)))
     one.check()
     return result
 
@@ -107,7 +107,7 @@ def test_logits_that_are_not_finite_end_only_their_request() -> None:
     one.add(sequence("bad", [1], 3))
     one.add(sequence("good", [2], 3, at=1))
     plan = one.plan()
-    results = one.commit(plan, [None, 5])
+    results = one.commit(plan, StepOutput([Draw(None, "not_finite"), Draw(5)]))
     assert [(progress.request, progress.finish, progress.error) for progress in results] == [
         ("bad", "error", "not_finite"),
         ("good", None, None),

@@ -24,7 +24,7 @@ class Batch:
     query_starts: torch.Tensor  # int32 [sequences + 1]: sequence s owns tokens query_starts[s] … query_starts[s + 1]
     lengths: torch.Tensor  # int32 [sequences]: keys that its last token attends to, itself included
     block_table: torch.Tensor  # int32 [sequences, most blocks of one]: block ids, at least enough for its length
-    sample_rows: torch.Tensor  # int64 [samples]: tokens whose logits are wanted
+    output_rows: torch.Tensor  # int64 [rows]: tokens whose states are wanted
 
 
 @dataclass(frozen=True, slots=True)

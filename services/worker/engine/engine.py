@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.worker.engine.scheduler import NeverFits, Scheduler
-from services.worker.engine.sequence import Progress, Sequence, StepPlan
+from services.worker.engine.sequence import Progress, Sequence, StepOutput, StepPlan
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +25,8 @@ _RATE_MEMORY = 0.9  # weight of the past in the measured rates, per step
 class StepRunner(Protocol):
     """What the engine needs of a runner."""
 
-    def run(self, plan: StepPlan) -> list[int | None]:
-        """Return a token for each of `plan.sampled`."""
+    def run(self, plan: StepPlan) -> StepOutput:
+        """Return what `plan` asks for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class Engine:
                 seconds=seconds,
                 batch_size=len(plan.entries),
                 prefill_tokens=plan.tokens - decodes,
-                decode_tokens=len(output),
+                decode_tokens=len(output.draws),
                 preempted=plan.preempted,
                 prefix_query_tokens=scheduler.prefix_query_tokens - queries,
                 prefix_hit_tokens=scheduler.prefix_hit_tokens - hits,

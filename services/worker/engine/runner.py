@@ -6,9 +6,12 @@ import numpy as np
 import torch
 
 from services.worker.backends import Batch
-from services.worker.engine.sampler import sample
-from services.worker.engine.sequence import StepPlan
+from services.worker.engine.sampler import logprobs, sample
+from services.worker.engine.sequence import StepOutput, StepPlan
 from services.worker.models.decoder import Decoder
+from shared.messages import TokenLogprobs
+
+_SCORED_ROWS = 64  # of prompts, whose logits are computed at once: 12 MB for a vocabulary of 49 152
 
 
 class Runner:
@@ -19,11 +22,24 @@ class Runner:
         self.block_size = block_size
         self.cache = decoder.new_cache(blocks, block_size)
 
-    def run(self, plan: StepPlan) -> list[int | None]:
-        """Execute `plan` and return one token for each of `plan.sampled` (None: logits not finite)."""
-        logits = self.decoder.forward(self.batch(plan), self.cache)
-        sampled = plan.sampled
-        return sample(logits, [entry.sequence.sampling for entry in sampled], [entry.start + entry.count for entry in sampled])
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepOutput:
+        """Execute `plan`."""
+        sequences = [entry.sequence for entry in plan.sampled]
+        states = self.decoder.forward(self.batch(plan), self.cache)
+        draws = sample(self.decoder.logits(states[: len(sequences)]), sequences) if sequences else []
+        return StepOutput(draws, self._score(plan, states[len(sequences) :]))
+
+    def _score(self, plan: StepPlan, states: torch.Tensor) -> list[TokenLogprobs]:
+        """Return the log-probabilities of the prompt tokens that follow `states`, some rows at a time: logits are large."""
+        wanted = [(entry.sequence, position) for entry in plan.entries for position in entry.scored]
+        result: list[TokenLogprobs] = []
+        for first in range(0, len(wanted), _SCORED_ROWS):
+            rows = wanted[first : first + _SCORED_ROWS]
+            tokens = torch.tensor([sequence.tokens[position + 1] for sequence, position in rows], device=states.device)
+            counts = [sequence.sampling.prompt_logprobs or 0 for sequence, _ in rows]
+            result += logprobs(self.decoder.logits(states[first : first + len(rows)]), tokens, counts)
+        return result
 
     def batch(self, plan: StepPlan) -> Batch:
         """Lay the entries of `plan` end to end."""
@@ -32,7 +48,7 @@ class Runner:
         positions = np.empty(plan.tokens, dtype=np.int64)
         slots = np.empty(plan.tokens, dtype=np.int64)
         table = np.zeros((len(plan.entries), max(len(entry.sequence.blocks) for entry in plan.entries)), dtype=np.int32)
-        starts, rows = [0], []
+        starts, sampled, scored = [0], [], []
         for i, entry in enumerate(plan.entries):
             sequence, begin, end = entry.sequence, starts[-1], starts[-1] + entry.count
             tokens[begin:end] = sequence.tokens[entry.start : entry.start + entry.count]
@@ -41,7 +57,8 @@ class Runner:
             slots[begin:end] = table[i, where // size].astype(np.int64) * size + where % size
             starts.append(end)
             if entry.samples:
-                rows.append(end - 1)
+                sampled.append(end - 1)
+            scored += [begin + position - entry.start for position in entry.scored]
         return Batch(
             tokens=torch.from_numpy(tokens).to(device),
             positions=torch.from_numpy(positions).to(device),
@@ -49,5 +66,5 @@ class Runner:
             query_starts=torch.tensor(starts, dtype=torch.int32, device=device),
             lengths=torch.tensor([entry.start + entry.count for entry in plan.entries], dtype=torch.int32, device=device),
             block_table=torch.from_numpy(table).to(device),
-            sample_rows=torch.tensor(rows, dtype=torch.int64, device=device),
+            output_rows=torch.tensor(sampled + scored, dtype=torch.int64, device=device),
         )

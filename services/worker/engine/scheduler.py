@@ -7,11 +7,11 @@ resumption are one case. The order within a step is Sarathi's (arXiv 2403.02310)
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence as List
-from itertools import pairwise
+from dataclasses import replace
+from itertools import islice, pairwise
 
 from services.worker.engine.block_pool import BlockPool
-from services.worker.engine.sequence import Entry, Progress, Sequence, StepPlan
+from services.worker.engine.sequence import Draw, Entry, Progress, Sequence, StepOutput, StepPlan
 from shared.hashing import extend_hashes
 from shared.messages import PRIORITIES, Finish, Priority
 
@@ -126,35 +126,39 @@ class Scheduler:
             run(sequence)
         return StepPlan(entries, self.step_tokens - budget, preempted)
 
-    def commit(self, plan: StepPlan, sampled: List[int | None]) -> list[Progress]:
-        """Take over the results of a step: `sampled` holds one token for each entry of `plan.sampled`, in order.
-
-        None stands for logits that were not finite: that sequence ends with an error.
-        """
+    def commit(self, plan: StepPlan, output: StepOutput) -> list[Progress]:
+        """Take over the results of a step. A sequence for which there was no token to draw ends with an error."""
         results = []
-        tokens = iter(sampled)
+        draws, scores = iter(output.draws), iter(output.scored)
         for entry in plan.entries:
-            sequence = entry.sequence
+            sequence, scored = entry.sequence, entry.scored
             sequence.computed += entry.count
             self._publish(sequence)
-            if not entry.samples:
-                continue
-            token = next(tokens)
-            if token is None:
-                results.append(self.end(sequence, "error", "not_finite"))
-                continue
-            index = sequence.output_length
-            sequence.tokens.append(token)
-            finish = self._finish(sequence, token)
-            facts = (None, None) if sequence.told else (sequence.cached_tokens, sequence.queue_seconds)
-            sequence.told = True
-            results.append(Progress(sequence.request, sequence.attempt, sequence.gateway, index, [token], finish, None, *facts))
-            if finish:
+            news = Progress(sequence.request, sequence.attempt, sequence.gateway, sequence.output_length, [])
+            if scored:
+                sequence.scored = scored.stop + 1
+                news = replace(news, scored_from=scored.start + 1, scored=list(islice(scores, len(scored))))
+            if entry.samples:
+                news = self._take(sequence, next(draws), news)
+            if entry.samples or scored:
+                results.append(news)
+            if news.finish:
                 self.remove(sequence)
         return results
 
+    def _take(self, sequence: Sequence, draw: Draw, news: Progress) -> Progress:
+        """Append a drawn token to its sequence."""
+        if draw.token is None:
+            return replace(news, finish="error", error=draw.error)
+        sequence.tokens.append(draw.token)
+        if not sequence.told:
+            sequence.told = True
+            news = replace(news, cached_tokens=sequence.cached_tokens, queue_seconds=sequence.queue_seconds)
+        logprobs = [] if draw.logprobs is None else [draw.logprobs]
+        return replace(news, tokens=[draw.token], finish=self._finish(sequence, draw.token), logprobs=logprobs)
+
     def _finish(self, sequence: Sequence, token: int) -> Finish | None:
-        if token in sequence.sampling.stop_token_ids and not sequence.sampling.ignore_eos:
+        if token in sequence.sampling.stop_token_ids:
             return "stop"
         if sequence.output_length >= sequence.max_tokens or len(sequence.tokens) > self.context_tokens:
             return "length"
@@ -164,7 +168,10 @@ class Scheduler:
         """Give a waiting sequence the blocks of all its present tokens, shared ones first; False if they don't fit now."""
         size = self.pool.block_size
         extend_hashes(sequence.hashes, sequence.salt, sequence.tokens, size)
-        hits = self.pool.match(sequence.hashes[: (len(sequence.tokens) - 1) // size])  # at least one token must be run to sample
+        most = len(sequence.tokens) - 1  # at least one token must be run to sample
+        if sequence.scored < sequence.to_score:
+            most = max(sequence.scored - 1, 0)  # or to score the next
+        hits = self.pool.match(sequence.hashes[: most // size])
         fresh = -(-len(sequence.tokens) // size) - len(hits)
         headroom = min(len(self.running), max(1, self.pool.size // 64))  # else the next decodes would preempt what was just admitted
         if fresh + self.pool.unreferenced(hits) + headroom > self.pool.free:

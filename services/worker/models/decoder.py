@@ -62,7 +62,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: list[LayerCache]) -> torch.Tensor:
-        """Run the batch, writing its keys and values to `cache`; return logits, float32 [samples, vocabulary]."""
+        """Run the batch, writing its keys and values to `cache`; return what `logits` takes: the states of `batch.output_rows`."""
         ops, epsilon = self.backend, self.description.norm_epsilon
         residual = self._embedding[batch.tokens]
         x = ops.norm(residual, self._layers[0].attention_norm, epsilon)
@@ -71,7 +71,12 @@ class Decoder:
             x, residual = ops.add_norm(x, residual, layer.mlp_norm, epsilon)
             x = layer.down(layer.gated(x))
             last = i + 1 == len(self._layers)
-            if last:  # only the rows that are sampled go on
-                x, residual = x[batch.sample_rows], residual[batch.sample_rows]
+            if last:  # only these rows go on
+                x, residual = x[batch.output_rows], residual[batch.output_rows]
             x, residual = ops.add_norm(x, residual, self._norm if last else self._layers[i + 1].attention_norm, epsilon)
-        return self._head(x)
+        return x
+
+    @torch.inference_mode()
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Return logits, float32 [rows, vocabulary], of `states` [rows, size]."""
+        return self._head(states)
